@@ -1,0 +1,19 @@
+"""Speculative decoding for mlx-lm: the same text, sooner."""
+
+from mlx_spec.generate import (
+    GenerationResponse,
+    generate,
+    speculative_generate_step,
+    stream_generate,
+)
+from mlx_spec.load import load
+from mlx_spec.stats import SpecStats
+
+__all__ = [
+    "GenerationResponse",
+    "SpecStats",
+    "generate",
+    "load",
+    "speculative_generate_step",
+    "stream_generate",
+]

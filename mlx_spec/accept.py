@@ -1,0 +1,136 @@
+"""Acceptance laws: how target rows become tokens, and how drafts are picked to agree with them.
+
+What is emitted is always the target's own draw. A law is called in this order in a round:
+`begin`, `pick` for each draft, `draw` for the target's rows, `committed` after the host read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import mlx.core as mx
+from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The target's draws of one round, lazy.
+
+    tokens: (n+1,) uint32. logprobs: n+1 arrays (V,). keys: the state of mlx's global random
+    generator after each draw, each (2,) uint32; empty where the law draws nothing at random.
+    """
+
+    tokens: mx.array
+    logprobs: list[mx.array]
+    keys: list[mx.array]
+
+
+class Acceptance(Protocol):
+    def begin(self) -> None: ...
+
+    def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+        """A draft from the drafter's logits (1, V), after `drafts`. Returns (1,)."""
+
+    def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
+        """Tokens from the target's logits (1, n+1, V); row k follows the first k drafts."""
+
+    def committed(self, tokens: list[int], key: list[int] | None) -> None:
+        """These tokens were accepted; `key` is the generator's state after the last of them."""
+
+    def leave(self, key: list[int] | None) -> None:
+        """Generation ends here: leave the generator in state `key`."""
+
+
+class Greedy:
+    """argmax, without processors: all rows at once."""
+
+    def begin(self) -> None:
+        pass
+
+    def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+        return mx.argmax(logits, axis=-1)
+
+    def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
+        rows = logits[0]  # (n+1, V)
+        logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+        return Draws(greedy_sampler(logprobs), list(logprobs), [])
+
+    def committed(self, tokens: list[int], key: list[int] | None) -> None:
+        pass
+
+    def leave(self, key: list[int] | None) -> None:
+        pass
+
+
+class Stock:
+    """The very tokens of mlx-lm at the same seed, for any sampler and any processors.
+
+    mlx's generator state is a function of the seed and of the number of draws. Drafts are picked
+    by the user's sampler under the state that their position will have, then the state is put
+    back and the target's rows draw in turn, as mlx_lm.generate_step does it for one row.
+    """
+
+    def __init__(self, sampler: Sampler, processors: Sequence[LogitsProcessor], history: mx.array):
+        self.sampler = sampler
+        self.processors = processors
+        self.history = history  # all tokens that the target has seen, with the pending one
+        self.key = seed_of(integers(generator_key()))
+
+    def begin(self) -> None:
+        mx.random.seed(self.key)
+
+    def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+        return self._draw_one(logits, drafts)[0]
+
+    def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
+        mx.random.seed(self.key)
+        tokens, logprobs, keys = [], [], []
+        for row in range(logits.shape[1]):
+            token, row_logprobs = self._draw_one(logits[:, row], drafts[:row])
+            tokens.append(token)
+            logprobs.append(row_logprobs[0])
+            keys.append(generator_key())
+        return Draws(mx.concatenate(tokens), logprobs, keys)
+
+    def committed(self, tokens: list[int], key: list[int] | None) -> None:
+        self.leave(key)
+        if self.processors:
+            self.history = mx.concatenate([self.history, mx.array(tokens, mx.uint32)])
+
+    def leave(self, key: list[int] | None) -> None:
+        assert key is not None
+        self.key = seed_of(key)
+        mx.random.seed(self.key)
+
+    def _draw_one(self, logits: mx.array, drafts: list[mx.array]) -> tuple[mx.array, mx.array]:
+        if self.processors:
+            tokens = mx.concatenate([self.history, *drafts])
+            for processor in self.processors:
+                logits = processor(tokens, logits)
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        return self.sampler(logprobs), logprobs
+
+
+def generator_key() -> mx.array:
+    """The state of mlx's global random generator, (2,) uint32."""
+    return cast(list[mx.array], mx.random.state)[0]
+
+
+def integers(array: mx.array) -> list[int]:
+    """A one-dimensional array, read by the host."""
+    return cast(list[int], array.tolist())
+
+
+def seed_of(key: list[int]) -> int:
+    """The seed that puts mlx's generator into the state `key` (two 32-bit words)."""
+    return key[0] << 32 | key[1]
+
+
+def make_law(
+    sampler: Sampler | None, processors: Sequence[LogitsProcessor] | None, prompt: mx.array
+) -> Acceptance:
+    """The law for a sampler and processors as mlx_lm.generate_step takes them."""
+    sampler = sampler or greedy_sampler
+    if sampler is greedy_sampler and not processors:
+        return Greedy()
+    return Stock(sampler, processors or [], prompt)

@@ -1,0 +1,146 @@
+"""The `mlx-spec` command. Each command calls one function; errors are one sentence on stderr."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from mlx_lm.generate import generate as stock_generate
+from mlx_lm.generate import main as stock_main
+from mlx_lm.generate import setup_arg_parser
+
+from mlx_spec import convert as converter
+from mlx_spec.demo import demo_model
+from mlx_spec.errors import SpecError
+from mlx_spec.generate import bound, stream_generate
+from mlx_spec.inspection import inspect_path
+from mlx_spec.load import load
+from mlx_spec.stats import SpecStats
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn expected errors into a message on stderr and an exit code."""
+    try:
+        yield
+    except SpecError as error:
+        raise_click(str(error), error.exit_code)
+    except LocalEntryNotFoundError:
+        raise_click("The model is neither here nor could the Hugging Face hub be reached.", 1)
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise_click(str(error).splitlines()[0], 1)
+    except (ValueError, OSError) as error:
+        raise_click(" ".join(str(error).split()), 1)
+
+
+def raise_click(message: str, exit_code: int) -> None:
+    error = click.ClickException(message)
+    error.exit_code = exit_code
+    raise error from None
+
+
+@click.group()
+@click.version_option(package_name="mlx-spec")
+def cli() -> None:
+    """Speculative decoding for mlx-lm: the same text, sooner."""
+
+
+@cli.command("generate", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def generate_command(arguments: tuple[str, ...]) -> None:
+    """Generate text, as mlx_lm.generate does, with a drafter where there is one."""
+    args = generation_parser().parse_args(arguments)
+    with one_sentence():
+        run_generate(args)
+
+
+def generation_parser() -> argparse.ArgumentParser:
+    """mlx_lm.generate's own parser, with what differs here."""
+    parser = setup_arg_parser()
+    parser.prog = "mlx-spec generate"
+    parser.description = (
+        "Generate text, as mlx_lm.generate does, with a drafter where there is one."
+    )
+    changed = {action.dest: action for action in parser._actions}
+    changed["model"].help = "A model directory or ORG/REPO. Default: the demo model."
+    changed["draft_model"].default = "auto"
+    changed["draft_model"].help = (
+        "A drafter directory; 'auto': a head inside the model's directory, else a sibling *-MTP* "
+        "directory; 'none': no drafting. Default: auto."
+    )
+    changed["num_draft_tokens"].help = "Tokens to draft in a round; 0: none. Default: 3."
+    parser.add_argument(
+        "--require-spec",
+        action="store_true",
+        help="Fail (exit code 3) where nothing is drafted, instead of decoding without drafts.",
+    )
+    parser.add_argument(
+        "--stats",
+        choices=["text", "json"],
+        help="Say on stderr what was drafted and accepted, or why nothing was.",
+    )
+    return parser
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """mlx_lm.generate's own main, with our `load` and `stream_generate`."""
+    args.model = args.model or str(demo_model())
+    load_pair = partial(load, draft_model=args.draft_model)
+    args.draft_model = None
+    stats = SpecStats()
+
+    def stream(*positional: Any, **options: Any) -> Iterator[Any]:
+        nonlocal stats
+        for response in stream_generate(*positional, require_spec=args.require_spec, **options):
+            stats = response.spec
+            yield response
+
+    main = bound(
+        stock_main,
+        setup_arg_parser=lambda: SimpleNamespace(parse_args=lambda: args),
+        load=load_pair,
+        generate=bound(stock_generate, stream_generate=stream),
+    )
+    main()
+    if args.stats == "json":
+        click.echo(json.dumps(stats.as_dict()), err=True)
+    elif args.stats == "text":
+        click.echo(stats.as_text(), err=True)
+
+
+@cli.command("convert")
+@click.option("--from", "source", required=True, metavar="HF_DIR", help="A checkpoint directory.")
+@click.option("--to", "out", required=True, metavar="OUT", help="The drafter directory to write.")
+@click.option("-q", "--quantize", is_flag=True, help="Quantise the drafter.")
+@click.option("--q-bits", type=int, help="Bits per weight. Default: 8.")
+@click.option("--q-group-size", type=int, default=64, show_default=True, help="Weights per scale.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32"]),
+    help="Default: as in the source.",
+)
+def convert_command(**options: Any) -> None:
+    """Take the drafter out of a model's checkpoint."""
+    with one_sentence():
+        click.echo(converter.convert(**options).as_text())
+
+
+@cli.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect_command(path: Path, as_json: bool) -> None:
+    """Say whether a model would be decoded speculatively, and if not, why.
+
+    Exit code: 0 usable, 2 no drafter, 3 unverified, 4 incompatible, 1 damaged files.
+    """
+    with one_sentence():
+        inspection = inspect_path(path)
+    click.echo(json.dumps(inspection.as_dict()) if as_json else inspection.as_text())
+    sys.exit(inspection.exit_code)

@@ -1,0 +1,86 @@
+"""From a checkpoint in the layout of Hugging Face or MLX to a drafter directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.qwen_nextn import read_head
+from mlx_spec.convert.write import check_out, write_drafter
+from mlx_spec.errors import SpecError
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        out: the drafter directory.
+        tensors: how many were written.
+        parameters: how many numbers the source's tensors have.
+        bytes_read: bytes of tensors read from the source.
+        source_bytes: size of all its safetensors.
+        norm_evidence: what decided whether its norms are stored minus one.
+        unused: tensors of the head that nothing uses.
+        quantization: the `quantization` block of config.json, if any.
+    """
+
+    out: Path
+    tensors: int
+    parameters: int
+    bytes_read: int
+    source_bytes: int
+    norm_evidence: str
+    unused: tuple[str, ...]
+    quantization: dict[str, Any] | None
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    quantize: bool = False,
+    q_bits: int | None = None,
+    q_group_size: int = 64,
+    dtype: str | None = None,
+) -> Report:
+    """Writes the drafter directory of the NextN head in `source`.
+
+    Args:
+        source: directory of a model with such a head, or a drafter directory.
+        out: directory to write; an existing one is replaced if it is a drafter directory.
+        quantize: pack the matrices.
+        q_bits: bits per weight of packed matrices. Default: 4.
+        q_group_size: weights that share one scale.
+        dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
+
+    Raises:
+        NoDrafter: there is no head in `source`.
+        Incompatible: its family is not supported.
+        CheckpointError: `source` is damaged or incomplete; the message says what and where.
+        SpecError: `out` cannot be written, or an option does not fit.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    if dtype is not None and dtype not in DTYPES:
+        raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if q_bits is not None and not quantize:
+        raise SpecError("a number of bits was given without asking to quantise: do both or neither")
+    checkpoint = Checkpoint.open(source)
+    check_out(out, source)
+    head = read_head(checkpoint, DTYPES[dtype] if dtype else None)
+    bits = 4 if q_bits is None else q_bits
+    config = write_drafter(head, out, quantize=quantize, q_bits=bits, q_group_size=q_group_size)
+    return Report(
+        out=out,
+        tensors=len(config["mlx_spec"]["sha256"]),
+        parameters=sum(value.size for value in head.weights.values()),
+        bytes_read=checkpoint.bytes_read,
+        source_bytes=checkpoint.source_bytes,
+        norm_evidence=head.provenance.norm_evidence,
+        unused=head.provenance.unused,
+        quantization=config.get("quantization"),
+    )

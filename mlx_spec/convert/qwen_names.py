@@ -1,0 +1,157 @@
+"""Which source tensors make which parameter of `QwenNextN`.
+
+Heads are found inside a model's own shards under `mtp.`, or alone in a drafter directory.
+Names differ only for experts, of which three layouts are in use (vLLM's qwen3_5_mtp.py reads
+the first two):
+
+    mlp.experts.{e}.{gate,up,down}_proj.weight   per expert: Qwen3-Next, Qwen3.5, fp8 packs
+    mlp.experts.{gate_up,down}_proj              fused, gate rows first: Qwen3.6
+    mlp.switch_mlp.{gate,up,down}_proj.weight    stacked: what MLX computes with
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.errors import CheckpointError
+
+PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?mtp\.")
+EXPERT = re.compile(r"^(?P<mlp>.*\.mlp)\.experts\.(?P<e>\d+)\.(?P<rest>(gate|up|down)_proj\.\w+)$")
+FUSED = re.compile(r"^(?P<mlp>.*\.mlp)\.experts\.(?P<proj>gate_up|down)_proj(\.weight)?$")
+STACKED = re.compile(r"^(?P<mlp>.*\.mlp)\.switch_mlp\.")
+RENAMED = {"shared_head.head.weight": "lm_head.weight"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one parameter is made.
+
+    Attributes:
+        sources: full names of the tensors.
+        shape: of what `make` will give.
+        dtype: of the sources, as safetensors spells it.
+        stack: put the sources along a new first axis.
+        half: of a fused `gate_up_proj`, 0 for the gate's rows and 1 for the others.
+    """
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    stack: bool = False
+    half: int | None = None
+
+    def make(self, values: list[mx.array]) -> mx.array:
+        if self.stack:
+            return mx.stack(values)  # (E, out, in)
+        if self.half is not None:
+            return mx.split(values[0], 2, axis=1)[self.half]  # (E, 2M, H) -> (E, M, H)
+        return values[0]
+
+
+def without_prefix(name: str) -> str:
+    return PREFIX.sub("", name)
+
+
+def prefix_of(names: Iterable[str]) -> str:
+    """What stands before the head's own names; nothing in a drafter directory."""
+    return next((match[0] for name in names if (match := PREFIX.match(name))), "")
+
+
+def expert_number(name: str) -> int | None:
+    match = EXPERT.match(without_prefix(name))
+    return int(match["e"]) if match else None
+
+
+def plan(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Recipe]:
+    """The parameters that the tensors make, whether or not the module has them.
+
+    Raises:
+        CheckpointError: a parameter is there twice, under two names or in two layouts.
+    """
+    recipes: dict[str, Recipe] = {}
+    layouts: dict[str, set[str]] = defaultdict(set)
+    experts: dict[str, dict[int, str]] = defaultdict(dict)
+
+    def add(key: str, recipe: Recipe) -> None:
+        if key in recipes:
+            raise _twice(checkpoint, key, recipes[key].sources[0], recipe.sources[0])
+        recipes[key] = recipe
+
+    for inner, name in _inner_names(checkpoint, names).items():
+        if match := EXPERT.match(inner):
+            layouts[match["mlp"]].add("one tensor per expert")
+            experts[f"{match['mlp']}.switch_mlp.{match['rest']}"][int(match["e"])] = name
+        elif match := FUSED.match(inner):
+            layouts[match["mlp"]].add("fused experts")
+            for key, recipe in _split(checkpoint, match["mlp"], match["proj"], name).items():
+                add(key, recipe)
+        else:
+            if match := STACKED.match(inner):
+                layouts[match["mlp"]].add("stacked experts")
+            add(RENAMED.get(inner, inner), _copy(checkpoint, name))
+    for mlp, found in layouts.items():
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{checkpoint.path} holds the experts of {mlp} more than once, as "
+                f"{' and as '.join(sorted(found))}: convert from the original repository"
+            )
+    for key, by_number in experts.items():
+        add(key, _stack(checkpoint, [by_number[e] for e in sorted(by_number)]))
+    return recipes
+
+
+def _copy(checkpoint: Checkpoint, name: str) -> Recipe:
+    tensor = checkpoint.tensor(name)
+    return Recipe((name,), tensor.shape, tensor.dtype)
+
+
+def _stack(checkpoint: Checkpoint, names: list[str]) -> Recipe:
+    tensors = [checkpoint.tensor(name) for name in names]
+    shape, dtype = tensors[0].shape, tensors[0].dtype
+    for name, tensor in zip(names, tensors, strict=True):
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"the experts of {checkpoint.path} differ: {names[0]} is {shape} of {dtype}, "
+                f"{name} is {tensor.shape} of {tensor.dtype}"
+            )
+    return Recipe(tuple(names), (len(names), *shape), dtype, stack=True)
+
+
+def _split(checkpoint: Checkpoint, mlp: str, projection: str, name: str) -> dict[str, Recipe]:
+    tensor = checkpoint.tensor(name)
+    if projection == "down":
+        return {f"{mlp}.switch_mlp.down_proj.weight": _copy(checkpoint, name)}
+    if len(tensor.shape) != 3 or tensor.shape[1] % 2:
+        raise CheckpointError(
+            f"{name} in {checkpoint.path} is {tensor.shape} and should be (experts, 2 x rows, "
+            "columns)"
+        )
+    experts, rows, columns = tensor.shape
+    return {
+        f"{mlp}.switch_mlp.{part}_proj.weight": Recipe(
+            (name,), (experts, rows // 2, columns), tensor.dtype, half=half
+        )
+        for half, part in enumerate(("gate", "up"))
+    }
+
+
+def _inner_names(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, str]:
+    """Names without the prefix, each with the full name."""
+    inner: dict[str, str] = {}
+    for name in names:
+        key = without_prefix(name)
+        if key in inner:
+            raise _twice(checkpoint, key, inner[key], name)
+        inner[key] = name
+    return inner
+
+
+def _twice(checkpoint: Checkpoint, key: str, first: str, second: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path} holds {key} twice, as {first} and as {second}: "
+        "convert from the original repository"
+    )

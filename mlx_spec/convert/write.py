@@ -1,0 +1,200 @@
+"""Writing a drafter directory: all of it, or nothing."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+
+from mlx_spec.convert.head import FORMAT_VERSION, Head
+from mlx_spec.convert.header import render_header
+from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE
+from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
+from mlx_spec.errors import SpecError
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+DTYPES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+    mx.uint8: "U8",
+}
+
+
+def check_out(out: Path, source: Path) -> None:
+    """Is `out` a place where a drafter directory may be written?
+
+    Raises:
+        SpecError: it would touch the source, or replace something else than a drafter.
+    """
+    inside, around = out.resolve(), source.resolve()
+    if inside.is_relative_to(around) or around.is_relative_to(inside):
+        raise SpecError(f"{out} and the source {source} lie one in the other: choose another place")
+    if not out.exists():
+        return
+    if not _is_drafter(out):
+        raise SpecError(f"{out} exists and is not a drafter directory: choose another place")
+    if others := sorted({file.name for file in out.iterdir()} - {CONFIG, WEIGHTS, *TOKENIZER}):
+        raise SpecError(
+            f"{out} is a drafter directory that also holds {others[0]}, which would be lost: "
+            "move that away or choose another place"
+        )
+
+
+def write_drafter(
+    head: Head, out: Path, *, quantize: bool = False, q_bits: int = 4, q_group_size: int = 64
+) -> dict[str, Any]:
+    """Writes the drafter directory `out` of a head.
+
+    The same head and arguments give the same bytes.
+
+    Args:
+        head: what `read_head` returned.
+        out: replaced if it is a drafter directory.
+        quantize: pack the matrices; see `quant_predicate` for the exceptions.
+
+    Returns: config.json as written.
+
+    Raises:
+        SpecError: `out` cannot be written, or the head cannot be quantised that way.
+    """
+    source = Path(head.provenance.source)
+    check_out(out, source)
+    config, weights = dict(head.config), head.weights
+    if quantize:
+        config, weights = _quantize(head, q_bits, q_group_size)
+    try:
+        with _new_directory(out) as directory:
+            hashes = _write_weights(directory / WEIGHTS, weights)
+            config["mlx_spec"] = {
+                "format_version": FORMAT_VERSION,
+                "source": head.provenance.source,
+                "revision": None,
+                "norm_convention": "folded",
+                "norm_evidence": head.provenance.norm_evidence,
+                "sha256": hashes,
+            }
+            text = json.dumps(config, indent=4, sort_keys=True, ensure_ascii=False)
+            (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+            for name in TOKENIZER:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, directory / name)
+    except OSError as error:
+        raise SpecError(f"{out} cannot be written: {error.strerror or error}") from error
+    return config
+
+
+def _is_drafter(path: Path) -> bool:
+    try:
+        config = json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == DRAFTER_TYPE
+
+
+@contextlib.contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory next to `out`, which takes its place when the block ends without error."""
+    target = out.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.parent / f".{target.name}.{os.getpid()}.new"
+    old = target.parent / f".{target.name}.{os.getpid()}.old"
+    new.mkdir()
+    try:
+        yield new
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_weights(path: Path, weights: dict[str, mx.array]) -> dict[str, str]:
+    """Returns: sha256 of each tensor's bytes.
+
+    `mx.save_safetensors` writes in the order of a hash table, so it is not used.
+    """
+    weights = dict(sorted(weights.items()))
+    layout = {
+        name: (DTYPES[value.dtype], value.shape, value.nbytes) for name, value in weights.items()
+    }
+    hashes = {}
+    with open(path, "wb") as file:
+        file.write(render_header(layout, {"format": "mlx"}))
+        for name, value in weights.items():
+            data = np.array(value.reshape(-1).view(mx.uint8)).tobytes()
+            hashes[name] = hashlib.sha256(data).hexdigest()
+            file.write(data)
+    return hashes
+
+
+def _quantize(head: Head, bits: int, group_size: int) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    if "quantization" in head.config:
+        raise SpecError(
+            f"{head.provenance.source} is quantised already: convert from the original repository"
+        )
+    if bits not in BITS or group_size not in GROUP_SIZES:
+        raise SpecError(
+            f"{bits} bits in groups of {group_size} are not supported: bits are one of {BITS}, "
+            f"groups one of {GROUP_SIZES}"
+        )
+    module = QwenNextN(ModelArgs.from_config(head.config, head.weights))
+    module.load_weights(list(head.weights.items()), strict=True)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
+        _, config = quantize_model(
+            module,
+            head.config,
+            group_size,
+            bits,
+            quant_predicate=quant_predicate(module, bits, group_size),
+        )
+    weights = dict(tree_flatten(module.parameters()))
+    if not any(name.endswith(".scales") for name in weights):
+        raise SpecError(
+            f"no matrix of {head.provenance.source} divides into groups of {group_size}: "
+            "choose a smaller group size"
+        )
+    return config, weights
+
+
+def quant_predicate(
+    module: QwenNextN, bits: int, group_size: int
+) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
+    """Which layers keep eight bits: the routers, as in mlx-lm, and `fc`.
+
+    All that the head knows of the target and of the last token passes through `fc`, and the
+    official fp8 packs leave it in bfloat16. Eight bits lose little and are half as long to read.
+    """
+    from_module = module.quant_predicate
+    eight = {"group_size": group_size, "bits": 8, "mode": "affine"}
+
+    def predicate(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        keep = path == "fc" or isinstance(from_module(path, layer), dict)
+        return dict(eight) if keep and bits < 8 else True
+
+    return predicate

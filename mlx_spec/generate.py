@@ -1,0 +1,212 @@
+"""mlx_lm's `load`, `stream_generate` and `generate`, with drafts.
+
+Names, arguments and results are mlx_lm's. Around the token loop everything is mlx_lm's own code:
+its functions run here with one name of theirs bound to ours.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, fields
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import (
+    DEFAULT_PREFILL_STEP_SIZE,
+    DEFAULT_QUANTIZED_KV_START,
+    generation_stream,
+)
+from mlx_lm.generate import GenerationResponse as StockResponse
+from mlx_lm.generate import generate as stock_generate
+from mlx_lm.generate import stream_generate as stock_stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
+
+from mlx_spec.accept import make_law
+from mlx_spec.drafters import Drafter
+from mlx_spec.errors import Incompatible, NotEngaged
+from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.load import pairing_of
+from mlx_spec.rollback import check_caches
+from mlx_spec.round import Request, speculate
+from mlx_spec.stats import SpecStats
+from mlx_spec.targets import target_for
+
+DEFAULT_NUM_DRAFT_TOKENS = 3  # as mlx_lm.generate's --num-draft-tokens
+
+
+@dataclass
+class GenerationResponse(StockResponse):
+    """mlx_lm's response, with the counters of the generation so far."""
+
+    spec: SpecStats | None = None
+
+
+def bound(function: Callable, **names: Any) -> Callable:
+    """A copy of a stock function that sees `names` in place of its module's globals.
+
+    Raises AttributeError where the module no longer has one of the names.
+    """
+    for name in names:
+        if name not in function.__globals__ or name not in function.__code__.co_names:
+            raise AttributeError(f"{function.__module__}.{function.__name__} does not use {name}")
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def speculative_generate_step(
+    prompt: mx.array,
+    model: nn.Module,
+    draft_model: Drafter,
+    stream: Any = generation_stream,
+    *,
+    num_draft_tokens: int | None = None,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    stats: SpecStats | None = None,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """A generator of the tokens that mlx_lm.generate.generate_step yields, with drafts.
+
+    Args as there, and:
+        prompt: (T,) token ids, T >= 1.
+        draft_model: a drafter for `model`.
+        num_draft_tokens: drafts in a round, at least 0. None: the default, 3.
+        prompt_cache: the model's caches, or these and the drafter's in one list, as
+            `mlx_lm.generate.speculative_generate_step` takes them. Updated in place; afterwards
+            it holds the prompt and all yielded tokens.
+        stats: counters to be filled in.
+
+    Yields: token, its log-probabilities (V,), and whether the drafter had proposed it.
+    Raises: Incompatible if the model or one of its caches cannot be rolled back.
+    """
+    if len(prompt) == 0:
+        raise ValueError("The prompt is empty; give at least one token.")
+    if num_draft_tokens is None:
+        num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS
+    if num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; it must be 0 or more.")
+    stats = stats if stats is not None else SpecStats()
+    stats.kind, stats.num_draft_tokens = draft_model.kind, num_draft_tokens
+
+    layers = len(model.layers)
+    if prompt_cache is None:
+        prompt_cache = make_prompt_cache(model, max_kv_size=max_kv_size)
+    caches, draft_caches = prompt_cache[:layers], prompt_cache[layers:]
+    check_caches(caches)
+    request = Request(
+        target_for(model),
+        draft_model,
+        make_law(sampler, logits_processors, prompt),
+        caches,
+        draft_caches or draft_model.make_cache(),
+        num_draft_tokens,
+        prompt.astype(mx.uint32),
+        KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
+    )
+    try:
+        with mx.stream(stream):
+            request.prefill(prefill_step_size, prompt_progress_callback or (lambda *_: None))
+        yield from speculate(request, stream, max_tokens, stats)
+    finally:
+        prompt_cache[:layers] = caches  # mlx-lm replaces entries where it quantises
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    draft_model: Any = None,
+    *args: Any,
+    num_draft_tokens: int | None = None,
+    require_spec: bool = False,
+    **kwargs: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """mlx_lm.stream_generate, with drafts where `model` has a drafter.
+
+    Args as there, and:
+        draft_model: a drafter; None takes the one that `mlx_spec.load` found; an ordinary
+            mlx-lm model drafts in mlx-lm's own loop.
+        num_draft_tokens: drafts in a round; 0 switches drafting off; None: the default, 3.
+        require_spec: fail where nothing is drafted, instead of decoding without drafts.
+
+    Yields: GenerationResponse; its `spec` says what was drafted and accepted, or why not.
+    Raises: NotEngaged with require_spec, before the first token where that can be known.
+    """
+    stats = SpecStats()
+    drafter = choose_drafter(model, draft_model, num_draft_tokens, kwargs, stats)
+    if require_spec and drafter is None:
+        raise NotEngaged(f"Speculation is required but cannot be engaged: {stats.why}.")
+    run = stock_stream_generate
+    if isinstance(drafter, nn.Module):
+        stats.reason = "stock-draft-model"
+    elif drafter is not None:
+        progress = kwargs.pop("prompt_progress_callback", None)
+        step = partial(speculative_generate_step, prompt_progress_callback=progress, stats=stats)
+        run = bound(run, speculative_generate_step=step)
+    if drafter is not None and num_draft_tokens is not None:
+        kwargs["num_draft_tokens"] = num_draft_tokens
+    for response in run(model, tokenizer, prompt, max_tokens, drafter, *args, **kwargs):
+        if response.finish_reason and not stats.engaged and stats.reason is None:
+            stats.reason = "too-short"
+        values = {field.name: getattr(response, field.name) for field in fields(response)}
+        yield GenerationResponse(**values, spec=stats.copy())
+    if require_spec and not stats.engaged:
+        raise NotEngaged(f"Speculation was required but not engaged: {stats.why}.")
+
+
+def choose_drafter(
+    model: nn.Module,
+    draft_model: Any,
+    num_draft_tokens: int | None,
+    options: dict[str, Any],
+    stats: SpecStats,
+) -> Any:
+    """What is to draft for this generation; None, with a reason in `stats`, if nothing can."""
+    pairing = pairing_of(model)
+    drafter = draft_model if draft_model is not None else pairing.drafter
+    if drafter is None:
+        stats.reason, stats.detail = pairing.reason, pairing.detail
+    elif num_draft_tokens == 0:
+        stats.reason = "num-draft-tokens-0"
+    elif isinstance(drafter, nn.Module):
+        return drafter
+    elif options.get("input_embeddings") is not None:
+        stats.reason = "input-embeddings"
+    else:
+        try:
+            target_for(model)
+            caches = options.get("prompt_cache") or make_prompt_cache(model)
+            check_caches(caches[: len(model.layers)])
+            return drafter
+        except Incompatible as error:
+            stats.reason, stats.detail = "unsupported-cache", str(error)
+    return None
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | list[int],
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """mlx_lm.generate, with drafts where `model` has a drafter; see `stream_generate`."""
+    run = bound(stock_generate, stream_generate=stream_generate)
+    return run(model, tokenizer, prompt, verbose, **kwargs)

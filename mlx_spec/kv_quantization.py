@@ -1,0 +1,29 @@
+"""`kv_bits`, `kv_group_size` and `quantized_kv_start`, as mlx_lm.generate_step takes them."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import KVCache
+
+
+@dataclass(frozen=True)
+class KVQuantization:
+    bits: int | None = None
+    group_size: int = 64
+    start: int = 0  # in tokens
+
+    def apply(self, caches: list[Any]) -> None:
+        """Replace the caches in the list that have reached `start`."""
+        maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
+
+    def rows_left(self, caches: list[Any]) -> int:
+        """How many rows fit before mlx-lm would quantise: it does so between two tokens, so no
+        block of rows may straddle that point."""
+        if self.bits is None:
+            return sys.maxsize
+        return min(
+            (self.start - cache.offset for cache in caches if type(cache) is KVCache),
+            default=sys.maxsize,
+        )

@@ -1,0 +1,162 @@
+"""Loading a model together with its drafter.
+
+A drafter is looked for in the model's own directory (an `mtp.*` head among its weights), then
+beside it (a directory named `*-MTP*`). It shares the model's embedding and output matrix.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.utils import hf_repo_to_path, infer_quant_config
+
+from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE, Head, has_head, read_head
+from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
+from mlx_spec.errors import CheckpointError, Incompatible
+from mlx_spec.stats import Reason
+from mlx_spec.targets import Target, target_for
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What `load` found for a model: a drafter, or the reason why there is none."""
+
+    drafter: Drafter | None
+    path: Path | None = None
+    reason: Reason | None = None
+    detail: str | None = None
+
+
+def load(
+    path_or_hf_repo: str,
+    *args: Any,
+    draft_model: str | None = "auto",
+    return_config: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """mlx_lm.load, then the drafter.
+
+    Args: those of mlx_lm.load, and
+        draft_model: "auto" looks for one and goes on without if there is none; a path must be a
+            drafter that fits; None or "none" looks for none.
+
+    Returns: model and tokenizer (and the config with return_config), as mlx_lm.load.
+    Raises: SpecError in one sentence for what is wrong with the files.
+    """
+    check_model(path_or_hf_repo)
+    model, tokenizer, config = mlx_lm.load(path_or_hf_repo, *args, return_config=True, **kwargs)
+    model.mlx_spec = pair(model, path_or_hf_repo, draft_model)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def pairing_of(model: nn.Module) -> Pairing:
+    """What `load` attached to the model."""
+    if "mlx_spec" in vars(model):
+        return vars(model)["mlx_spec"]
+    return Pairing(None, reason="no-drafter", detail="the model was not loaded by mlx_spec.load")
+
+
+def pair(model: nn.Module, path_or_hf_repo: str, draft_model: str | None) -> Pairing:
+    if draft_model in (None, "none"):
+        return Pairing(None, reason="no-drafter", detail="none was asked for")
+    try:
+        target = target_for(model)
+    except Incompatible as error:
+        if draft_model != "auto":
+            raise
+        return Pairing(None, reason="unsupported-model", detail=str(error))
+    if draft_model != "auto":
+        return Pairing(load_drafter(draft_model, target), Path(draft_model))
+    found = find_drafter(local_path(path_or_hf_repo))
+    if found is None:
+        return Pairing(None, reason="no-drafter", detail="no mtp.* weights and no *-MTP* sibling")
+    return Pairing(load_drafter(found, target), found)
+
+
+def local_path(path_or_hf_repo: str) -> Path:
+    path = Path(path_or_hf_repo)
+    return path if path.exists() else hf_repo_to_path(path_or_hf_repo)
+
+
+def find_drafter(model_path: Path) -> Path | None:
+    """The model's own directory if it holds a head, else the `*-MTP*` sibling that fits best:
+    the one whose name shares the longest beginning with the model's."""
+    checkpoint = Checkpoint.open(model_path)
+    if has_head(checkpoint):
+        return model_path
+    siblings = [
+        path
+        for path in sorted(model_path.resolve().parent.iterdir())
+        if "-mtp" in path.name.lower() and (path / "config.json").is_file()
+    ]
+    fitting = []
+    for path in siblings:
+        sibling = Checkpoint.open(path)
+        if is_drafter(sibling) and not misfits(sibling.config, checkpoint.config):
+            fitting.append(path)
+    name = model_path.resolve().name.lower()
+    return max(fitting, key=lambda path: _shared_beginning(path.name.lower(), name), default=None)
+
+
+def misfits(drafter_config: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What keeps a drafter from working with a model, judged by their configurations."""
+    own, theirs = (c.get("text_config", c) for c in (drafter_config, config))
+    return [
+        f"{name} is {own.get(key)} in the drafter and {theirs.get(key)} in the model"
+        for key, name in [("hidden_size", "hidden size"), ("vocab_size", "vocabulary size")]
+        if own.get(key) != theirs.get(key)
+    ]
+
+
+def load_drafter(path: str | Path, target: Target) -> NextNDrafter:
+    """A drafter directory, or the head inside a model's directory, in the target's dtype.
+
+    Raises: NoDrafter, Incompatible or CheckpointError.
+    """
+    dtype = target.embed(mx.array([[0]])).dtype
+    return NextNDrafter(build_head(read_head(Checkpoint.open(path), dtype)), target)
+
+
+def build_head(source: Head) -> QwenNextN:
+    """The module of a head that was read, quantised as its weights are."""
+    weights = source.weights
+    head = QwenNextN(ModelArgs.from_config(source.config, weights))
+
+    def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights:
+            return False
+        return infer_quant_config(path, module, weights)
+
+    nn.quantize(head, class_predicate=quantised)
+    head.load_weights(list(weights.items()))
+    head.eval()
+    return head
+
+
+def is_drafter(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") == DRAFTER_TYPE
+
+
+def check_model(path_or_hf_repo: str) -> None:
+    """Raises SpecError where a local path does not hold a model that mlx-lm could load."""
+    path = Path(path_or_hf_repo)
+    if not path.exists():
+        if path_or_hf_repo.count("/") == 1 and path_or_hf_repo[0] not in "./~":
+            return  # a repository of the Hugging Face hub
+        raise CheckpointError(f"{path_or_hf_repo} does not exist; give a directory or ORG/REPO.")
+    checkpoint = Checkpoint.open(path)
+    if is_drafter(checkpoint):
+        raise Incompatible(
+            f"{path} is a drafter, not a model; give it as --draft-model beside its model."
+        )
+    if not checkpoint.names:
+        raise CheckpointError(f"{path} has no *.safetensors files; download the model again.")
+
+
+def _shared_beginning(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(min(a, b)))

@@ -1,0 +1,142 @@
+"""Roll-back: a transaction over a whole list of mlx-lm caches, one rule per cache class.
+
+    transaction = Transaction(target, caches)
+    hidden, logits = transaction.verify(tokens)      # T rows
+    transaction.commit(keep)                         # the first `keep` rows stay
+
+- `KVCache`, `QuantizedKVCache`: rows are appended; a shorter offset drops them.
+- `ArraysCache` of a gated-delta layer: the forward runs on a stand-in, and the cache itself
+  changes with the commit. The conv window after each row comes from the forward; the recurrent
+  state is replayed from the recorded inputs of the recurrence. No second pass of the model.
+
+`commit` may be repeated with another number of rows, and `abort` undoes it, as long as what came
+later is undone first: both put every cache into a state that depends on the number alone.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+
+from mlx_spec.errors import Incompatible
+
+if TYPE_CHECKING:
+    from mlx_spec.targets import Target
+
+# keep -> the recurrent state after the first `keep` rows of a recorded forward
+Replay = Callable[[int], mx.array]
+
+
+class AppendedRows:
+    """`KVCache` and `QuantizedKVCache`."""
+
+    def __init__(self, cache: KVCache | QuantizedKVCache):
+        self.cache = cache
+        self.begin = cache.offset
+        self.arrays = cache.keys, cache.values
+
+    def stand_in(self, rows: int) -> KVCache | QuantizedKVCache:
+        """The cache to run a forward of `rows` rows on."""
+        return self.cache
+
+    def commit(self, keep: int) -> None:
+        self.cache.offset = self.begin + keep
+
+    def abort(self) -> None:
+        self.cache.keys, self.cache.values = self.arrays
+        self.cache.offset = self.begin
+
+
+class RecurrentState:
+    """`ArraysCache` of a gated-delta layer: [conv window, recurrent state]."""
+
+    def __init__(self, cache: ArraysCache):
+        if cache.lengths is not None or cache.left_padding is not None:
+            raise Incompatible("A batched ArraysCache cannot be decoded speculatively.")
+        self.cache = cache
+        self.before = list(cache.cache)
+        self.replay: Replay | None = None
+
+    def stand_in(self, rows: int) -> "EveryWindow":
+        self.rows = rows
+        self.after = EveryWindow(self.before, rows)
+        return self.after
+
+    def commit(self, keep: int) -> None:
+        windows, state = self.after.cache  # (rows, K-1, C), (1, Hv, Dv, Dk)
+        assert windows is not None
+        if keep < self.rows:
+            assert self.replay is not None
+            state = self.replay(keep)
+        self.cache.cache = [windows[keep - 1 : keep], state]
+
+    def abort(self) -> None:
+        self.cache.cache = list(self.before)
+
+
+class EveryWindow(ArraysCache):
+    """What a verify forward works on in place of an `ArraysCache`.
+
+    mlx-lm stores the conv window that ends at `lengths`, one for each length. All lengths from 1
+    to `rows` give the window after every row. No row is padding, so there is no mask.
+    """
+
+    def __init__(self, before: list[mx.array | None], rows: int):
+        super().__init__(len(before))
+        self.cache = list(before)
+        self.lengths = mx.arange(1, rows + 1)
+
+    def make_mask(self, N: int) -> None:
+        return None
+
+
+RULES: dict[type, type[AppendedRows] | type[RecurrentState]] = {
+    KVCache: AppendedRows,
+    QuantizedKVCache: AppendedRows,
+    ArraysCache: RecurrentState,
+}
+
+
+def check_caches(caches: list[Any]) -> None:
+    """Raises Incompatible that names the first cache class without a rule."""
+    for cache in caches:
+        if type(cache) not in RULES:
+            raise Incompatible(
+                f"A cache of class {type(cache).__name__} cannot be rolled back, "
+                "so this model is decoded without drafts."
+            )
+
+
+class Transaction:
+    def __init__(self, target: "Target", caches: list[Any]):
+        self.target = target
+        self.caches = caches
+        self.entries = list(caches)
+        self.rules = [RULES[type(cache)](cache) for cache in caches]
+
+    def prefill(self, tokens: mx.array) -> mx.array:
+        """tokens (T,) -> hidden (1, T, H). All rows stay, unless the transaction is aborted."""
+        return self.target(tokens[None], self.caches)[0]
+
+    def verify(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """tokens (T,) -> hidden (1, T, H), logits (1, T, V). `commit` says how many rows stay."""
+        stand_ins = [rule.stand_in(tokens.size) for rule in self.rules]
+        with self.target.recording() as replays:
+            hidden, logits = self.target(tokens[None], stand_ins)
+        recurrent = [rule for rule in self.rules if isinstance(rule, RecurrentState)]
+        for rule, replay in zip(recurrent, replays, strict=True):
+            rule.replay = replay
+        return hidden, logits
+
+    def commit(self, keep: int) -> None:
+        """Keep the first `keep` (at least 1) rows of the verify."""
+        self.caches[:] = self.entries
+        for rule in self.rules:
+            rule.commit(keep)
+
+    def abort(self) -> None:
+        """Put every cache back to where it was when the transaction began."""
+        self.caches[:] = self.entries
+        for rule in self.rules:
+            rule.abort()

@@ -1,0 +1,254 @@
+"""The loop of speculative decoding: draft, verify, accept, commit, yield.
+
+The target's caches hold all committed tokens but the newest, `pending`. A round drafts n tokens
+after it, verifies them in one forward of n+1 rows, and keeps the longest prefix of drafts that
+equals the target's own draws; the draw after that prefix is the new `pending`. (Leviathan et al.
+2022, arXiv 2211.17192; here the draws themselves are compared, see accept.py.)
+
+As mlx_lm.generate_step computes one token ahead of what it yields, this loop launches one round
+ahead: the device works while the caller handles the tokens. What is not yielded in the end is
+rolled back, so that the caches are left as mlx_lm leaves them.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.accept import Acceptance, Draws, integers
+from mlx_spec.drafters import Drafter
+from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.rollback import Transaction
+from mlx_spec.stats import SpecStats
+from mlx_spec.targets import Target
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Committed tokens (m,) with the target's hidden states (1, m, H) that predicted them."""
+
+    tokens: mx.array
+    hidden: mx.array
+
+    def __len__(self) -> int:
+        return self.tokens.size
+
+    def __getitem__(self, rows: slice) -> "Pairs":
+        return Pairs(self.tokens[rows], self.hidden[:, rows])
+
+    def then(self, newer: "Pairs") -> "Pairs":
+        return Pairs(
+            mx.concatenate([self.tokens, newer.tokens]),
+            mx.concatenate([self.hidden, newer.hidden], axis=1),
+        )
+
+
+@dataclass
+class Round:
+    """A verify forward: under way, then read, committed and yielded token by token."""
+
+    transaction: Transaction
+    drafts: list[mx.array]  # each (1,)
+    hidden: mx.array  # (1, n+1, H)
+    draws: Draws
+    numbers: mx.array  # all that the host needs to know, in one array
+    unlearnt: Pairs | None  # what the drafter had still to learn at the start ...
+    position: Any  # ... from this position of its caches on
+    tokens: list[int] = field(default_factory=list)  # to yield
+    keys: list[list[int]] = field(default_factory=list)  # after each draw
+    yielded: int = 0
+
+    def read(self) -> None:
+        """The round's one host read."""
+        n = len(self.drafts)
+        numbers = integers(self.numbers)
+        draws, drafts, words = numbers[: n + 1], numbers[n + 1 : 2 * n + 1], numbers[2 * n + 1 :]
+        self.keys = [words[i : i + 2] for i in range(0, len(words), 2)]
+        accepted = 0
+        while accepted < n and draws[accepted] == drafts[accepted]:
+            accepted += 1
+        self.tokens = draws[: accepted + 1]
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def unyielded(self) -> int:
+        return len(self.tokens) - self.yielded
+
+
+@dataclass
+class Request:
+    """One generation: what is committed, and how to launch the next round."""
+
+    target: Target
+    drafter: Drafter
+    law: Acceptance
+    caches: list[Any]
+    draft_caches: list[Any]
+    num_draft_tokens: int
+    pending: mx.array  # (1,); the whole prompt before `prefill`
+    kv_quantization: KVQuantization
+    unlearnt: Pairs | None = None
+
+    def prefill(self, step: int, progress: Callable[[int, int], None]) -> None:
+        """Run all of the prompt but its last token, `step` tokens at a time, through the target
+        and, shifted by one, through the drafter. The newest pair is left for the first draft."""
+        prompt, done = self.pending, 0
+        total = prompt.size
+        progress(0, total)
+        while total - done > 1:
+            rows = min(step, total - done - 1)
+            transaction = Transaction(self.target, self.caches)
+            position = self.drafter.position(self.draft_caches)
+            try:
+                hidden = transaction.prefill(prompt[done : done + rows])
+                self.kv_quantization.apply(self.caches)
+                pairs = Pairs(prompt[done + 1 : done + 1 + rows], hidden)
+                if self.unlearnt is not None:
+                    pairs = self.unlearnt.then(pairs)
+                if len(pairs) > 1:
+                    older = pairs[:-1]
+                    self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
+                newest = pairs[-1:]
+                mx.eval([c.state for c in self.caches + self.draft_caches], newest.hidden)
+            except BaseException:
+                transaction.abort()
+                self.drafter.rewind(self.draft_caches, position)
+                raise
+            self.unlearnt = newest
+            done += rows
+            progress(done, total)
+            mx.clear_cache()
+        self.pending = prompt[-1:]
+
+    def launch(self, remaining: int | None) -> Round:
+        """Draft and verify, lazily. `remaining` tokens may still be emitted (None: no limit)."""
+        self.kv_quantization.apply(self.caches)
+        n = self._depth(remaining)
+        unlearnt, position = self.unlearnt, self.drafter.position(self.draft_caches)
+        transaction = Transaction(self.target, self.caches)
+        try:
+            self.law.begin()
+            drafts: list[mx.array] = []
+            if n > 0 and unlearnt is not None:
+                drafts = self.drafter.draft(
+                    unlearnt.tokens, unlearnt.hidden, n, self.law.pick, self.draft_caches
+                )
+                mx.async_eval(drafts)
+                self.unlearnt = None
+            hidden, logits = transaction.verify(mx.concatenate([self.pending, *drafts]))
+            draws = self.law.draw(logits, drafts)
+            numbers = mx.concatenate([draws.tokens, *drafts, *draws.keys])
+            mx.async_eval(numbers)
+        except BaseException:
+            transaction.abort()
+            self.drafter.rewind(self.draft_caches, position)
+            self.unlearnt = unlearnt
+            raise
+        return Round(transaction, drafts, hidden, draws, numbers, unlearnt, position)
+
+    def commit(self, launched: Round) -> None:
+        """Keep the accepted drafts of a round that was read."""
+        launched.transaction.commit(len(launched.tokens))
+        rows = slice(0, len(launched.tokens))
+        newer = Pairs(launched.draws.tokens[rows], launched.hidden[:, rows])
+        self.unlearnt = newer if self.unlearnt is None else self.unlearnt.then(newer)
+        self.pending = newer.tokens[-1:]
+        last_key = launched.keys[launched.accepted] if launched.keys else None
+        self.law.committed(launched.tokens, last_key)
+
+    def undo(self, launched: Round) -> None:
+        launched.transaction.abort()
+        self.drafter.rewind(self.draft_caches, launched.position)
+        self.unlearnt = launched.unlearnt
+
+    def leave(self, current: Round | None, ahead: Round | None, as_stock: bool) -> None:
+        """Put all caches to where the yielded tokens end.
+
+        mlx_lm has fed each token, and drawn the next one, when it yields it. `as_stock` does
+        likewise; otherwise a token that no committed forward has fed is left pending.
+        """
+        if as_stock and ahead is not None and (current is None or not current.unyielded):
+            self.drafter.rewind(self.draft_caches, ahead.position)
+            self.unlearnt = ahead.unlearnt
+            ahead.transaction.commit(1)
+            self.law.leave(integers(ahead.draws.keys[0]) if ahead.draws.keys else None)
+        else:
+            if ahead is not None:
+                self.undo(ahead)
+            if current is not None:
+                fed = min(current.yielded, current.accepted)
+                current.transaction.commit(1 + fed)
+                if self.unlearnt is not None:
+                    self.unlearnt = self.unlearnt[: len(self.unlearnt) - current.unyielded]
+                self.law.leave(current.keys[fed] if current.keys else None)
+        with nullcontext() if as_stock else suppress(Exception):  # the first error is the one
+            self.learn()
+
+    def learn(self) -> None:
+        """Bring the drafter's caches up to date."""
+        if self.unlearnt is not None and len(self.unlearnt):
+            pairs, self.unlearnt = self.unlearnt, None
+            self.drafter.extend(pairs.tokens, pairs.hidden, self.draft_caches)
+
+    def _depth(self, remaining: int | None) -> int:
+        """Nothing is committed that may not be emitted, and a block of rows does not straddle
+        the point where mlx-lm starts to quantise the cache."""
+        limits = [self.num_draft_tokens, self.kv_quantization.rows_left(self.caches) - 1]
+        if remaining is not None:
+            limits.append(remaining - 1)
+        return max(0, min(limits))
+
+
+def speculate(
+    request: Request, stream: Any, max_tokens: int, stats: SpecStats
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """Yield (token, logprobs (V,), whether a draft was right), `max_tokens` of them at most
+    (-1: no limit). `request` has been prefilled.
+
+    Closed or run to the end, it leaves the caches with all given and yielded tokens, as mlx_lm
+    does. After an exception the last yielded token may be missing ("pending") in them.
+    """
+    emitted = 0
+    current: Round | None = None  # read and committed
+    ahead: Round | None = None  # launched
+    as_stock = False
+
+    def remaining() -> int | None:
+        waiting = current.unyielded if current else 0
+        return None if max_tokens < 0 else max_tokens - emitted - waiting
+
+    try:
+        with mx.stream(stream):
+            ahead = request.launch(remaining())
+        while emitted != max_tokens:
+            assert ahead is not None
+            ahead.read()
+            with mx.stream(stream):
+                request.commit(ahead)
+                current, ahead = ahead, None
+                stats.add_round(len(current.drafts), current.accepted)
+                failure = None
+                try:
+                    ahead = request.launch(remaining())
+                except Exception as error:  # the tokens at hand come first
+                    failure = error
+            for token, logprobs in zip(current.tokens, current.draws.logprobs, strict=False):
+                if emitted % 256 == 0:
+                    mx.clear_cache()
+                emitted += 1
+                current.yielded += 1
+                yield token, logprobs, current.yielded <= current.accepted
+            if failure is not None:
+                raise failure
+        as_stock = True
+    except GeneratorExit:
+        as_stock = True
+        raise
+    finally:
+        with mx.stream(stream):
+            request.leave(current, ahead, as_stock)

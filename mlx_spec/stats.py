@@ -1,0 +1,109 @@
+"""What happened: counters of one generation, and why it was not speculative if it was not."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Reason = Literal[
+    "no-drafter",  # none was given or found
+    "num-draft-tokens-0",  # switched off by the caller
+    "unsupported-model",  # no target for this model family
+    "unsupported-cache",  # a cache class that cannot be rolled back
+    "input-embeddings",  # the prompt is not (only) tokens
+    "stock-draft-model",  # an ordinary mlx-lm model drafts, in mlx-lm's own loop
+    "too-short",  # generation ended before a draft could be made
+]
+
+
+@dataclass
+class SpecStats:
+    """Counters of one generation.
+
+    A round is one forward of the target. `drafted` and `accepted` count tokens;
+    `accepted_by_position[i]` counts how often draft i+1 was accepted, `drafted_by_position[i]`
+    how often it was offered. `reason` is set where speculation was not engaged.
+    """
+
+    kind: str | None = None
+    num_draft_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+    detail: str | None = None
+
+    @property
+    def engaged(self) -> bool:
+        return self.drafted > 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """accepted / drafted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """1 + accepted / rounds; None before the first round."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def why(self) -> str:
+        """The reason for not being engaged, with its detail."""
+        return f"{self.reason} ({self.detail})" if self.detail else str(self.reason)
+
+    def add_round(self, drafted: int, accepted: int) -> None:
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        longest = max(drafted, len(self.drafted_by_position))
+        for counts, count in [
+            (self.drafted_by_position, drafted),
+            (self.accepted_by_position, accepted),
+        ]:
+            counts.extend([0] * (longest - len(counts)))
+            for position in range(count):
+                counts[position] += 1
+
+    def copy(self) -> "SpecStats":
+        return replace(
+            self,
+            drafted_by_position=list(self.drafted_by_position),
+            accepted_by_position=list(self.accepted_by_position),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. `engaged` false comes with a `reason`; `acceptance` null means that
+        nothing was drafted, 0 that nothing was accepted."""
+        return {
+            "engaged": self.engaged,
+            "reason": self.reason,
+            "detail": self.detail,
+            "draft_kind": self.kind,
+            "num_draft_tokens": self.num_draft_tokens,
+            "rounds": self.rounds,
+            "draft_n": self.drafted,
+            "draft_n_accepted": self.accepted,
+            "acceptance": self.acceptance,
+            "tokens_per_round": self.tokens_per_round,
+            "drafted_by_position": self.drafted_by_position,
+            "accepted_by_position": self.accepted_by_position,
+        }
+
+    def as_text(self) -> str:
+        """Two lines for people."""
+        if not self.engaged:
+            return f"Speculation: not engaged: {self.why}"
+        positions = " ".join(
+            f"{accepted / drafted:.2f}"
+            for accepted, drafted in zip(
+                self.accepted_by_position, self.drafted_by_position, strict=True
+            )
+            if drafted
+        )
+        return (
+            f"Speculation: {self.kind}, {self.num_draft_tokens} drafts a round; "
+            f"{self.accepted} of {self.drafted} drafts accepted ({self.acceptance:.2f})\n"
+            f"Accepted by position (share of all offered there): {positions}; "
+            f"{self.tokens_per_round:.2f} tokens a round in {self.rounds} rounds"
+        )

@@ -1,0 +1,80 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.6 (dense and MoE): hybrid models of mlx-lm.
+
+mlx-lm's own classes do the maths. Added here: hidden states beside the logits, and a record of
+what each gated-delta layer fed to its recurrence, so that a shorter run can be replayed.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3_5, qwen3_next
+
+from mlx_spec.errors import Incompatible
+from mlx_spec.rollback import Replay
+
+MODELS = (qwen3_5.Model, qwen3_next.Model)  # qwen3_5_moe.Model is a qwen3_5.Model
+
+_recording = threading.Lock()
+
+
+class QwenTarget:
+    """See `mlx_spec.targets.Target`."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.text = model.language_model if isinstance(model, qwen3_5.Model) else model
+        sharded = isinstance(model, qwen3_5.Model) and self.text.sharding_group is not None
+        if sharded or self.text.model.pipeline_size > 1:
+            raise Incompatible("A model spread over several machines is decoded without drafts.")
+        self.hidden_size = self.text.args.hidden_size
+        self.vocab_size = self.text.args.vocab_size
+        self._module = sys.modules[type(self.text).__module__]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        hidden = self.text.model(tokens, cache)
+        return hidden, self.lm_head(hidden)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        return self.text.model.embed_tokens(tokens)
+
+    def lm_head(self, hidden: mx.array) -> mx.array:
+        if self.text.args.tie_word_embeddings:
+            return self.text.model.embed_tokens.as_linear(hidden)
+        return self.text.lm_head(hidden)
+
+    def recording(self):
+        return record_recurrence(self._module)
+
+
+@contextmanager
+def record_recurrence(module: Any) -> Iterator[list[Replay]]:
+    """Keep the inputs of each `gated_delta_update` that `module` calls in this thread.
+
+    The inputs belong to n+1 rows; a Replay of `keep` rows runs the recurrence again over the
+    first `keep` of them, from the state before. It is mlx-lm's own function in both runs.
+    """
+    update = module.gated_delta_update
+    owner = threading.get_ident()
+    replays: list[Replay] = []
+
+    def record(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, **options):
+        if threading.get_ident() == owner:
+
+            def replay(keep: int) -> mx.array:
+                rows = [x[:, :keep] for x in (q, k, v, a, b)]
+                return update(*rows, A_log, dt_bias, state, None, **options)[1]
+
+            replays.append(replay)
+        return update(q, k, v, a, b, A_log, dt_bias, state, mask, **options)
+
+    with _recording:
+        module.gated_delta_update = record
+        try:
+            yield replays
+        finally:
+            module.gated_delta_update = update

@@ -1,0 +1,146 @@
+"""The models that tests share: tiny reference checkpoints, loaded in float32 with their heads."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.utils import load_model, load_tokenizer
+
+from mlx_spec.accept import Acceptance, Greedy
+from mlx_spec.demo import demo_model
+from mlx_spec.drafters.qwen_nextn import NextNDrafter
+from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.load import load_drafter
+from mlx_spec.round import Request
+from mlx_spec.targets import Target, target_for
+
+REFERENCE = Path(__file__).parent / "reference"
+RANDOM = ["qwen3-5", "qwen3-5-tied", "qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]
+TRAINED = ["qwen3-5-trained", "qwen3-6-moe-trained"]
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Pair:
+    path: Path
+    model: nn.Module
+    tokenizer: Any  # without end tokens
+    target: Target
+    drafter: NextNDrafter
+    prompt: list[int]
+
+
+def checkpoint_path(name: str) -> Path:
+    return demo_model() if name == DEMO else REFERENCE / "ckpts" / name
+
+
+def dump(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(REFERENCE / "dumps" / f"{name}.npz"))
+
+
+@cache
+def pair(name: str) -> Pair:
+    path = checkpoint_path(name)
+    model, _ = load_model(path)
+    model.set_dtype(mx.float32)
+    tokenizer = load_tokenizer(path)
+    if name == DEMO:
+        prompt = tokenizer.encode("import os\n\n\ndef read_lines(path):\n")
+    else:
+        prompt = dump(f"{name}_generate")["prompt"].reshape(-1).tolist()
+    tokenizer.eos_token_ids = []
+    target = target_for(model)
+    return Pair(path, model, tokenizer, target, load_drafter(path, target), prompt)
+
+
+def make_request(
+    pair: Pair,
+    prompt: list[int],
+    num_draft_tokens: int,
+    drafter: Any = None,
+    law: Acceptance | None = None,
+    kv_quantization: KVQuantization | None = None,
+    prefill_step: int = 2048,
+) -> Request:
+    """A prefilled request."""
+    drafter = drafter or pair.drafter
+    request = Request(
+        pair.target,
+        drafter,
+        law or Greedy(),
+        make_prompt_cache(pair.model),
+        drafter.make_cache(),
+        num_draft_tokens,
+        mx.array(prompt, mx.uint32),
+        kv_quantization or KVQuantization(),
+    )
+    request.prefill(prefill_step, lambda done, total: None)
+    return request
+
+
+class ScriptedDrafter:
+    """Learns with a real drafter, but proposes what `script(position, n)` says for the n tokens
+    from `position` on; the prompt's first token is at position 0."""
+
+    kind = "scripted"
+
+    def __init__(self, inner: NextNDrafter, script):
+        self.inner = inner
+        self.script = script
+        self.make_cache = inner.make_cache
+        self.rewind = inner.rewind
+        self.position = inner.position
+        self.extend = inner.extend
+
+    def draft(self, tokens, hidden, n, pick, caches):
+        self.inner.extend(tokens, hidden, caches)
+        next_position = caches[0].offset + 1
+        proposals = self.script(next_position, n)
+        assert len(proposals) == n
+        return [mx.array([token], mx.uint32) for token in proposals]
+
+
+def right(text: list[int]):
+    """A script that proposes the given text (prompt and continuation), zeros after its end."""
+    return lambda position, n: (text + [0] * n)[position : position + n]
+
+
+def often_right(text: list[int], vocab_size: int):
+    """As `right`, but wrong at two of seven tokens: blocks are accepted in part, in full and
+    not at all, at every depth."""
+
+    def script(position: int, n: int) -> list[int]:
+        return [
+            (token + 1) % vocab_size if at % 7 in (0, 3) else token
+            for at, token in enumerate(right(text)(position, n), start=position)
+        ]
+
+    return script
+
+
+def cache_arrays(cache: Any) -> list[mx.array]:
+    """The valid contents of a cache: rows up to the offset, or the recurrent state."""
+    if type(cache) is KVCache:
+        if cache.keys is None or cache.offset == 0:
+            return []
+        return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
+    if hasattr(cache, "bits"):
+        return [x[..., : cache.offset, :] for x in (*cache.keys, *cache.values)]
+    return [x for x in cache.cache if x is not None]
+
+
+def assert_same_caches(got: list[Any], expected: list[Any]) -> None:
+    """Byte for byte: classes, offsets, rows and states."""
+    assert [type(c) for c in got] == [type(c) for c in expected]
+    for layer, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert getattr(a, "offset", None) == getattr(b, "offset", None), f"layer {layer}"
+        arrays_a, arrays_b = cache_arrays(a), cache_arrays(b)
+        assert len(arrays_a) == len(arrays_b), f"layer {layer}"
+        for x, y in zip(arrays_a, arrays_b, strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(np.array(x), np.array(y), err_msg=f"layer {layer}")

@@ -1,0 +1,233 @@
+"""Promise 1: token for token what stock mlx_lm.stream_generate yields at the same seed."""
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from models import DEMO, RANDOM, TRAINED, ScriptedDrafter, often_right, pair, right
+
+import mlx_spec
+
+TOKENS = 200
+DEPTHS = [1, 2, 3, 5]
+SEED = 7
+
+
+def opaque_sampler():
+    """A user's closure: two draws a token, and none of mlx-lm's own functions."""
+
+    def sample(logprobs):
+        temperature = mx.random.uniform(0.5, 1.2)
+        return mx.random.categorical(logprobs / temperature)
+
+    return sample
+
+
+SAMPLING = {
+    "greedy": {},
+    "top-p": {"sampler": lambda: make_sampler(0.8, top_p=0.9)},
+    "top-k": {"sampler": lambda: make_sampler(0.7, top_k=20)},
+    "min-p": {"sampler": lambda: make_sampler(1.0, min_p=0.1)},
+    "xtc": {"sampler": lambda: make_sampler(0.8, xtc_probability=0.5, xtc_threshold=0.05)},
+    "repetition": {"processors": {"repetition_penalty": 1.3}},
+    "presence": {"processors": {"presence_penalty": 0.7}},
+    "frequency": {
+        "sampler": lambda: make_sampler(0.8, top_p=0.9),
+        "processors": {"frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    },
+    "opaque": {"sampler": opaque_sampler},
+}
+
+
+def options(sampling):
+    made = {}
+    if "sampler" in SAMPLING[sampling]:
+        made["sampler"] = SAMPLING[sampling]["sampler"]()
+    if "processors" in SAMPLING[sampling]:
+        made["logits_processors"] = make_logits_processors(**SAMPLING[sampling]["processors"])
+    return made
+
+
+def run(stream_generate, p, sampling, **more):
+    mx.random.seed(SEED)
+    return list(
+        stream_generate(
+            p.model, p.tokenizer, p.prompt, max_tokens=TOKENS, **options(sampling), **more
+        )
+    )
+
+
+def assert_identical(got, expected):
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert [r.text for r in got] == [r.text for r in expected]
+    assert got[-1].finish_reason == expected[-1].finish_reason == "length"
+    assert len(got) == TOKENS
+    for at in (0, TOKENS // 2, TOKENS - 1):
+        np.testing.assert_array_equal(got[at].logprobs, expected[at].logprobs)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("name", [*TRAINED, DEMO])
+def test_trained_heads(name, sampling):
+    p = pair(name)
+    expected = run(mlx_lm.stream_generate, p, sampling)
+    state = mx.random.state[0].tolist()
+    for depth in DEPTHS:
+        got = run(
+            mlx_spec.stream_generate, p, sampling, draft_model=p.drafter, num_draft_tokens=depth
+        )
+        assert_identical(got, expected)
+        assert mx.random.state[0].tolist() == state
+        stats = got[-1].spec
+        assert stats.drafted > 0
+        assert stats.accepted > 0
+        assert stats.accepted == sum(r.from_draft for r in got)
+        assert stats.rounds + stats.accepted == TOKENS
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_heads(name, sampling):
+    """A head with random weights is hardly ever right, so its proposals are replaced by ones
+    that are often right: blocks are accepted in part, in full and not at all."""
+    p = pair(name)
+    expected = run(mlx_lm.stream_generate, p, sampling)
+    state = mx.random.state[0].tolist()
+    text = p.prompt + [r.token for r in expected]
+    drafter = ScriptedDrafter(p.drafter, often_right(text, p.target.vocab_size))
+    for depth in DEPTHS:
+        got = run(
+            mlx_spec.stream_generate, p, sampling, draft_model=drafter, num_draft_tokens=depth
+        )
+        assert_identical(got, expected)
+        assert mx.random.state[0].tolist() == state
+        stats = got[-1].spec
+        assert stats.drafted > stats.accepted > TOKENS // 5
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_heads_with_their_own_proposals(name):
+    p = pair(name)
+    expected = run(mlx_lm.stream_generate, p, "top-p")
+    got = run(mlx_spec.stream_generate, p, "top-p", draft_model=p.drafter, num_draft_tokens=3)
+    assert_identical(got, expected)
+    assert got[-1].spec.drafted > TOKENS
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("script", ["perfect", "always the same", "random"])
+@pytest.mark.parametrize("sampling", ["greedy", "frequency"])
+def test_a_drafter_made_wrong_on_purpose(script, sampling, depth):
+    p = pair("qwen3-5-trained")
+    expected = run(mlx_lm.stream_generate, p, sampling)
+    text = p.prompt + [r.token for r in expected]
+    random = np.random.default_rng(3)
+    scripts = {
+        "perfect": right(text),
+        "always the same": lambda position, n: [5] * n,
+        "random": lambda position, n: random.integers(0, 512, n).tolist(),
+    }
+    drafter = ScriptedDrafter(p.drafter, scripts[script])
+    got = run(mlx_spec.stream_generate, p, sampling, draft_model=drafter, num_draft_tokens=depth)
+    assert_identical(got, expected)
+    stats = got[-1].spec
+    if script == "perfect":
+        assert stats.accepted == stats.drafted == TOKENS - stats.rounds
+        assert stats.rounds == -(-TOKENS // (depth + 1))
+    else:
+        assert stats.accepted < stats.drafted / 4
+
+
+@pytest.mark.parametrize("kv_bits", [4, 8])
+@pytest.mark.parametrize("start", [0, 60])
+def test_quantised_kv_cache(kv_bits, start):
+    p = pair("qwen3-5-trained")
+    quantised = {"kv_bits": kv_bits, "kv_group_size": 32, "quantized_kv_start": start}
+    expected = run(mlx_lm.stream_generate, p, "greedy", **quantised)
+    for depth in DEPTHS:
+        got = run(
+            mlx_spec.stream_generate,
+            p,
+            "greedy",
+            draft_model=p.drafter,
+            num_draft_tokens=depth,
+            **quantised,
+        )
+        assert_identical(got, expected)
+        assert got[-1].spec.accepted > 0
+
+
+@pytest.mark.parametrize("prefill_step_size", [1, 5, 2048])
+@pytest.mark.parametrize("length", [1, 2, 3, 24])
+def test_prompts_of_any_length_in_chunks_of_any_size(length, prefill_step_size):
+    p = pair("qwen3-5-trained")
+    chunks = {"max_tokens": 30, "prefill_step_size": prefill_step_size}
+    prompt = p.prompt[:length]
+    expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, prompt, **chunks))
+    got = list(
+        mlx_spec.stream_generate(p.model, p.tokenizer, prompt, draft_model=p.drafter, **chunks)
+    )
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert got[-1].spec.drafted > 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 9])
+def test_the_cap_is_exact(max_tokens):
+    p = pair("qwen3-5-trained")
+    expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, p.prompt, max_tokens=max_tokens))
+    got = list(
+        mlx_spec.stream_generate(
+            p.model, p.tokenizer, p.prompt, max_tokens=max_tokens, draft_model=p.drafter
+        )
+    )
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert len(got) == max_tokens
+    assert got[-1].finish_reason == "length"
+    assert got[-1].spec.drafted <= max_tokens - 1
+
+
+@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("depth", [3, 5])
+def test_an_end_token_at_any_index_of_a_block(index, depth):
+    """The token that stands at `index` of the plain continuation is made an end token."""
+    p = pair("qwen3-5-trained")
+    plain = list(mlx_lm.stream_generate(p.model, p.tokenizer, p.prompt, max_tokens=40))
+    try:
+        p.tokenizer.eos_token_ids = [plain[index].token]
+        expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, p.prompt, max_tokens=40))
+        got = list(
+            mlx_spec.stream_generate(
+                p.model,
+                p.tokenizer,
+                p.prompt,
+                max_tokens=40,
+                draft_model=p.drafter,
+                num_draft_tokens=depth,
+            )
+        )
+    finally:
+        p.tokenizer.eos_token_ids = []
+    assert [(r.token, r.text, r.finish_reason) for r in got] == [
+        (r.token, r.text, r.finish_reason) for r in expected
+    ]
+    assert got[-1].finish_reason == "stop"
+    assert got[-1].generation_tokens == expected[-1].generation_tokens
+
+
+def test_two_requests_do_not_touch_each_other():
+    p = pair("qwen3-5-trained")
+    alone = [run(mlx_spec.stream_generate, p, "greedy", draft_model=p.drafter) for _ in range(2)]
+    assert [r.token for r in alone[0]] == [r.token for r in alone[1]]
+    assert alone[0][-1].spec == alone[1][-1].spec
+    other = p.prompt[::-1]
+    expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, other, max_tokens=50))
+    streams = [
+        mlx_spec.stream_generate(
+            p.model, p.tokenizer, prompt, max_tokens=50, draft_model=p.drafter
+        )
+        for prompt in (p.prompt, other)
+    ]
+    interleaved = list(zip(*streams, strict=True))
+    assert [a.token for a, _ in interleaved] == [r.token for r in alone[0][:50]]
+    assert [b.token for _, b in interleaved] == [r.token for r in expected]

@@ -1,0 +1,173 @@
+"""After a commit of any number of rows, caches are those of a run over just these tokens."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from models import (
+    DEMO,
+    RANDOM,
+    TRAINED,
+    ScriptedDrafter,
+    assert_same_caches,
+    make_request,
+    often_right,
+    pair,
+)
+
+from mlx_spec.errors import Incompatible
+from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.rollback import Transaction, check_caches
+
+ROWS = 6
+
+
+def plain_run(p, tokens, kv_quantization=None):
+    """One token at a time through mlx-lm's model."""
+    caches = make_prompt_cache(p.model)
+    for token in tokens:
+        p.model(mx.array([[token]]), cache=caches)
+        if kv_quantization:
+            kv_quantization.apply(caches)
+        mx.eval([c.state for c in caches])
+    return caches
+
+
+def prefilled(p, tokens):
+    caches = make_prompt_cache(p.model)
+    if tokens:
+        p.model(mx.array([tokens]), cache=caches)
+    return caches
+
+
+@pytest.mark.parametrize("keep", range(1, ROWS + 1))
+@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO])
+def test_commit(name, keep):
+    p = pair(name)
+    tokens = p.prompt[: 5 + ROWS]
+    caches = prefilled(p, tokens[:5])
+    transaction = Transaction(p.target, caches)
+    transaction.verify(mx.array(tokens[5:]))
+    transaction.commit(keep)
+    assert_same_caches(caches, plain_run(p, tokens[: 5 + keep]))
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_abort(before):
+    p = pair("qwen3-5")
+    tokens = p.prompt[: before + ROWS]
+    caches = prefilled(p, tokens[:before])
+    transaction = Transaction(p.target, caches)
+    transaction.verify(mx.array(tokens[before:]))
+    transaction.commit(3)
+    transaction.abort()
+    assert_same_caches(caches, prefilled(p, tokens[:before]))
+    assert all(c.empty() for c in caches) == (before == 0)
+
+
+def test_abort_in_the_middle_of_a_forward(monkeypatch):
+    p = pair("qwen3-5")
+    caches = prefilled(p, p.prompt[:5])
+    transaction = Transaction(p.target, caches)
+    mlp = type(p.target.text.model.layers[3].mlp)
+    calls = iter(range(4))
+    original = mlp.__call__
+
+    def fail_in_the_last_layer(self, x):
+        if next(calls) == 3:
+            raise RuntimeError("after the attention of the last layer")
+        return original(self, x)
+
+    monkeypatch.setattr(mlp, "__call__", fail_in_the_last_layer)
+    with pytest.raises(RuntimeError):
+        transaction.verify(mx.array(p.prompt[5:8]))
+    monkeypatch.undo()
+    assert caches[3].offset == 8
+    transaction.abort()
+    assert_same_caches(caches, prefilled(p, p.prompt[:5]))
+
+
+def test_commit_may_be_repeated_with_fewer_and_with_more_rows():
+    p = pair("qwen3-next")
+    tokens = p.prompt[: 5 + ROWS]
+    caches = prefilled(p, tokens[:5])
+    transaction = Transaction(p.target, caches)
+    transaction.verify(mx.array(tokens[5:]))
+    for keep in (6, 2, 4):
+        transaction.commit(keep)
+        assert_same_caches(caches, plain_run(p, tokens[: 5 + keep]))
+
+
+def test_rolled_back_caches_go_on_to_the_same_logits():
+    p = pair("qwen3-6-moe")
+    caches = prefilled(p, p.prompt[:5])
+    transaction = Transaction(p.target, caches)
+    transaction.verify(mx.array([*p.prompt[5:7], 9, 9, 9]))
+    transaction.commit(2)
+    plain = prefilled(p, p.prompt[:7])
+    step = mx.array([p.prompt[7:9]])
+    np.testing.assert_array_equal(p.model(step, cache=caches), p.model(step, cache=plain))
+
+
+def test_the_rows_past_a_growth_of_the_buffer_are_rolled_back():
+    """mlx-lm's KVCache grows in steps of 256 rows."""
+    p = pair("qwen3-5")
+    tokens = (p.prompt * 20)[:260]
+    caches = prefilled(p, tokens[:254])
+    transaction = Transaction(p.target, caches)
+    transaction.verify(mx.array(tokens[254:]))
+    transaction.commit(1)
+    expected = prefilled(p, tokens[:254])
+    p.model(mx.array([tokens[254:255]]), cache=expected)
+    assert_same_caches(caches, expected)
+
+
+@pytest.mark.parametrize("start", [0, 9, 13])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_caches(bits, start):
+    """Quantised from the start, or from a point that rounds must not straddle."""
+    p = pair("qwen3-5")
+    quantization = KVQuantization(bits, group_size=32, start=start)
+    greedy = []
+    caches = plain_run(p, p.prompt[:5], quantization)
+    token = p.prompt[5]
+    for _ in range(16):
+        logits = p.model(mx.array([[token]]), cache=caches)
+        quantization.apply(caches)
+        token = mx.argmax(logits[0, -1]).item()
+        greedy.append(token)
+
+    text = p.prompt[:6] + greedy
+    drafter = ScriptedDrafter(p.drafter, often_right(text, 512))
+    request = make_request(p, p.prompt[:6], 3, drafter, kv_quantization=quantization)
+    emitted = []
+    while len(emitted) < 14:
+        launched = request.launch(None)
+        launched.read()
+        request.commit(launched)
+        quantization.apply(request.caches)
+        emitted += launched.tokens
+        assert emitted == greedy[: len(emitted)]
+        assert_same_caches(
+            request.caches, plain_run(p, (p.prompt[:6] + emitted)[:-1], quantization)
+        )
+    assert type(request.caches[3]).__name__ == "QuantizedKVCache"
+
+
+def test_unknown_cache_classes_are_refused_by_name():
+    check_caches([KVCache(), ArraysCache(2), KVCache().to_quantized()])
+    with pytest.raises(Incompatible, match="RotatingKVCache cannot be rolled back"):
+        check_caches([KVCache(), RotatingKVCache(8)])
+
+
+def test_subclasses_are_unknown_too():
+    class Other(KVCache):
+        pass
+
+    with pytest.raises(Incompatible, match="Other"):
+        check_caches([Other()])
+
+
+def test_batched_state_is_refused():
+    with pytest.raises(Incompatible, match="batched"):
+        Transaction(pair("qwen3-5").target, [ArraysCache(2, left_padding=[1])])

@@ -1,0 +1,405 @@
+"""The loop: what is committed after each round, what it costs, and how it can be left."""
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from models import (
+    DEMO,
+    RANDOM,
+    TRAINED,
+    ScriptedDrafter,
+    assert_same_caches,
+    make_request,
+    often_right,
+    pair,
+    right,
+)
+
+import mlx_spec
+from mlx_spec.accept import Greedy, Stock
+from mlx_spec.round import speculate
+from mlx_spec.stats import SpecStats
+
+
+def greedy_text(p, tokens):
+    prompt = mx.array(p.prompt)
+    return p.prompt + [t for t, _ in generate_step(prompt, p.model, max_tokens=tokens)]
+
+
+class PlainRun:
+    """The same tokens one at a time through mlx-lm's model, the pairs through the drafter."""
+
+    def __init__(self, p, text):
+        self.p = p
+        self.text = text
+        self.caches = make_prompt_cache(p.model)
+        self.draft_caches = p.drafter.make_cache()
+        self.fed = 0
+
+    def upto(self, tokens):
+        """Caches after `tokens` tokens, and the drafter's after the pairs with tokens known."""
+        while self.fed < tokens:
+            hidden, _ = self.p.target(mx.array([[self.text[self.fed]]]), self.caches)
+            self.fed += 1
+            if self.fed < len(self.text):
+                following = mx.array([self.text[self.fed]])
+                self.p.drafter.extend(following, hidden, self.draft_caches)
+            mx.eval([c.state for c in self.caches + self.draft_caches])
+        return self.caches, self.draft_caches
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO])
+def test_after_every_round_caches_are_those_of_a_plain_run(name, depth):
+    """For every accepted count from 0 to n, chosen by making the proposals wrong from there on."""
+    p = pair(name)
+    text = greedy_text(p, 60)
+    wanted = iter(range(1000))
+
+    def script(position, n):
+        accepted = next(wanted) % (n + 1)
+        proposals = right(text)(position, n)
+        return [t if i < accepted else (t + 1) % 256 for i, t in enumerate(proposals)]
+
+    drafter = ScriptedDrafter(p.drafter, script)
+    request = make_request(p, p.prompt, depth, drafter, prefill_step=5)
+    plain = PlainRun(p, text)
+    seen = set()
+    emitted = 0
+    for _ in range(2 * (depth + 1)):
+        launched = request.launch(None)
+        launched.read()
+        request.commit(launched)
+        request.learn()
+        seen.add(launched.accepted)
+        emitted += len(launched.tokens)
+        fed = len(p.prompt) + emitted - 1
+        caches, draft_caches = plain.upto(fed)
+        assert_same_caches(request.caches, caches)
+        assert_same_caches(request.draft_caches, draft_caches)
+    assert seen == set(range(depth + 1))
+
+
+# How a generation can be left
+
+
+def stream(p, drafter, depth=3, cache=None, **options):
+    return mlx_spec.speculative_generate_step(
+        mx.array(p.prompt),
+        p.model,
+        drafter,
+        num_draft_tokens=depth,
+        prompt_cache=cache,
+        **options,
+    )
+
+
+def both_caches(p):
+    return make_prompt_cache(p.model) + p.drafter.make_cache()
+
+
+def assert_holds(p, cache, text, fed):
+    """`cache` holds the first `fed` tokens of the text, and the drafter what it can know."""
+    layers = len(p.model.layers)
+    plain, plain_draft = PlainRun(p, text[: fed + 1]).upto(fed)
+    if len(text) == fed:
+        plain_draft = PlainRun(p, text).upto(fed)[1]
+    assert_same_caches(cache[:layers], plain)
+    assert_same_caches(cache[layers:], plain_draft)
+
+
+def assert_goes_on(p, cache, text, fed):
+    """Continued from the cache, plain decoding gives the rest of the text."""
+    rest = mx.array(text[fed : fed + 1])
+    layers = len(p.model.layers)
+    more = generate_step(rest, p.model, prompt_cache=cache[:layers], max_tokens=8)
+    assert [t for t, _ in more] == text[fed + 1 : fed + 9]
+
+
+@pytest.mark.parametrize("sampler", [None, make_sampler(0.8, top_p=0.9)])
+@pytest.mark.parametrize("yields", range(1, 14))
+def test_closed_after_any_token_it_leaves_what_stock_leaves(yields, sampler):
+    p = pair("qwen3-5-trained")
+    mx.random.seed(3)
+    stock_cache = make_prompt_cache(p.model)
+    stock = generate_step(
+        mx.array(p.prompt), p.model, sampler=sampler, prompt_cache=stock_cache, max_tokens=40
+    )
+    expected = [next(stock)[0] for _ in range(yields)]
+    stock.close()
+    state = mx.random.state[0].tolist()
+
+    mx.random.seed(3)
+    cache = both_caches(p)
+    ours = stream(p, p.drafter, 4, cache, sampler=sampler, max_tokens=40)
+    got = [next(ours)[0] for _ in range(yields)]
+    ours.close()
+    assert got == expected
+    layers = len(p.model.layers)
+    assert_same_caches(cache[:layers], stock_cache)
+    assert mx.random.state[0].tolist() == state
+    fed = len(p.prompt) + yields
+    assert cache[0].cache[0] is not None
+    assert_holds(p, cache, p.prompt + got, fed)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+def test_run_to_the_cap_it_leaves_what_stock_leaves(max_tokens):
+    p = pair("qwen3-5-trained")
+    stock_cache, cache = make_prompt_cache(p.model), both_caches(p)
+    prompt = mx.array(p.prompt)
+    expected = [
+        t
+        for t, _ in generate_step(prompt, p.model, prompt_cache=stock_cache, max_tokens=max_tokens)
+    ]
+    got = [t for t, _, _ in stream(p, p.drafter, 4, cache, max_tokens=max_tokens)]
+    assert got == expected
+    assert_same_caches(cache[: len(p.model.layers)], stock_cache)
+    assert_holds(p, cache, p.prompt + got, len(p.prompt) + max_tokens)
+
+
+def test_a_second_turn_on_the_kept_cache_equals_stock():
+    p = pair("qwen3-5-trained")
+    turns = {}
+    for name, step in {
+        "stock": lambda prompt, cache: generate_step(
+            prompt, p.model, prompt_cache=cache, max_tokens=25
+        ),
+        "ours": lambda prompt, cache: mlx_spec.speculative_generate_step(
+            prompt, p.model, p.drafter, prompt_cache=cache, max_tokens=25
+        ),
+    }.items():
+        cache = make_prompt_cache(p.model) + (p.drafter.make_cache() if name == "ours" else [])
+        turns[name] = [
+            token
+            for prompt in (p.prompt, p.prompt[:9], p.prompt[5:6])
+            for token, *_ in step(mx.array(prompt), cache)
+        ]
+    assert turns["ours"] == turns["stock"]
+
+
+class Interrupt(Exception):
+    pass
+
+
+def failing(function, at, error):
+    """`function`, raising `error` at its `at`-th call (from 0 on)."""
+    calls = 0
+
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls - 1 == at:
+            raise error
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+PLACES = {
+    "target forward": ("mlx_spec.targets.qwen.QwenTarget.__call__", 7),
+    "a layer of the target": ("mlx_lm.models.qwen3_5.MLP.__call__", 40),
+    "drafter forward": ("mlx_spec.drafters.qwen_nextn.QwenNextN.__call__", 16),
+    "target's draw": ("mlx_spec.accept.Greedy.draw", 5),
+    "draft's pick": ("mlx_spec.accept.Greedy.pick", 14),
+    "host read": ("mlx_spec.round.Round.read", 5),
+    "commit": ("mlx_spec.rollback.RecurrentState.commit", 14),
+    "commit of rows": ("mlx_spec.rollback.AppendedRows.commit", 5),
+    "launch": ("mlx_spec.round.Request.launch", 5),
+    "statistics": ("mlx_spec.stats.SpecStats.add_round", 5),
+}
+
+
+@pytest.mark.parametrize("error", [Interrupt("stop"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize("place", PLACES)
+def test_after_an_error_anywhere_the_caches_hold_what_was_yielded(place, error, monkeypatch):
+    p = pair("qwen3-5-trained")
+    text = greedy_text(p, 60)
+    drafter = ScriptedDrafter(p.drafter, often_right(text, 512))
+    path, count = PLACES[place]
+    failed = 0
+    for at in range(count):
+        cache = both_caches(p)
+        tokens = []
+        with monkeypatch.context() as patch:
+            parent, name = path.rsplit(".", 1)
+            target = pytest.importorskip(parent.rsplit(".", 1)[0])
+            owner = getattr(target, parent.rsplit(".", 1)[1])
+            patch.setattr(owner, name, failing(getattr(owner, name), at, error))
+            try:
+                for token, _, _ in stream(p, drafter, 3, cache, max_tokens=16):
+                    tokens.append(token)
+            except type(error):
+                failed += 1
+        gc.collect()
+        full = p.prompt + tokens
+        assert tokens == text[len(p.prompt) : len(full)]
+        if not cache[3].offset:
+            continue
+        fed = cache[3].offset
+        assert len(full) - 1 <= fed <= len(full) or not tokens
+        assert_goes_on(p, cache, text, fed)
+        layers = len(p.model.layers)
+        assert_same_caches(cache[:layers], PlainRun(p, text).upto(fed)[0])
+        assert cache[layers].offset <= fed
+    assert failed == count, "some of the places were never reached"
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_an_error_of_a_processor_comes_after_the_tokens_before_it(at):
+    p = pair("qwen3-5-trained")
+    text = greedy_text(p, 60)
+    drafter = ScriptedDrafter(p.drafter, often_right(text, 512))
+
+    def processor(tokens, logits):
+        if len(tokens) == len(p.prompt) + at:
+            raise Interrupt("as the caller wanted")
+        return logits
+
+    cache = both_caches(p)
+    got = []
+    with pytest.raises(Interrupt, match="as the caller wanted"):
+        for token, _, _ in stream(
+            p, drafter, 3, cache, max_tokens=30, logits_processors=[processor]
+        ):
+            got.append(token)
+    assert got == text[len(p.prompt) :][: len(got)]
+    assert at - 3 <= len(got) <= at
+    fed = cache[3].offset
+    assert fed in (len(p.prompt) + len(got) - 1, len(p.prompt) + len(got))
+    assert_same_caches(cache[:4], PlainRun(p, text).upto(fed)[0])
+
+
+def test_processors_see_the_history_that_stock_shows_them():
+    p = pair("qwen3-5-trained")
+
+    def seen_by(step):
+        seen = {}
+
+        def processor(tokens, logits):
+            seen[tokens.size] = tokens.tolist()
+            return logits
+
+        text = [t for t, *_ in step([processor])]
+        return text, seen
+
+    prompt = mx.array(p.prompt)
+    text, expected = seen_by(
+        lambda processors: generate_step(
+            prompt, p.model, max_tokens=30, logits_processors=processors
+        )
+    )
+    drafter = ScriptedDrafter(p.drafter, right(p.prompt + text + [0] * 9))
+    got_text, got = seen_by(
+        lambda processors: stream(p, drafter, 3, max_tokens=30, logits_processors=processors)
+    )
+    assert got_text == text
+    assert {size: got[size] for size in expected if size in got} == {
+        size: tokens for size, tokens in expected.items() if size in got
+    }
+    assert set(expected) - set(got) <= {max(expected)}
+
+
+# What a round costs
+
+
+class Counts:
+    def __init__(self, monkeypatch, **methods):
+        self.counts = dict.fromkeys(methods, 0)
+        for key, (owner, name) in methods.items():
+            monkeypatch.setattr(owner, name, self._counted(key, getattr(owner, name)))
+
+    def _counted(self, key, function):
+        def wrapped(*args, **kwargs):
+            self.counts[key] += 1
+            return function(*args, **kwargs)
+
+        return wrapped
+
+
+@pytest.mark.parametrize("law", ["greedy", "stock"])
+@pytest.mark.parametrize("depth", [1, 3, 5])
+@pytest.mark.parametrize("name", ["qwen3-5-trained", "qwen3-6-moe-trained"])
+def test_one_target_forward_and_one_host_read_a_round(name, depth, law, monkeypatch):
+    """And as many drafter forwards as drafts. mlx hands values to Python in these ways only."""
+    p = pair(name)
+    laws = {
+        "greedy": Greedy(),
+        "stock": Stock(make_sampler(0.8, top_p=0.9), [], mx.array(p.prompt)),
+    }
+    request = make_request(p, p.prompt, depth, law=laws[law])
+    mx.eval(request.unlearnt.hidden)
+    counts = Counts(
+        monkeypatch,
+        target=(type(p.target), "__call__"),
+        drafter=(type(p.drafter.head), "__call__"),
+        tolist=(mx.array, "tolist"),
+        item=(mx.array, "item"),
+        eval=(mx, "eval"),
+        boolean=(mx.array, "__bool__"),
+        integer=(mx.array, "__int__"),
+        real=(mx.array, "__float__"),
+        index=(mx.array, "__index__"),
+        numpy=(mx.array, "__array__"),
+        synchronize=(mx, "synchronize"),
+    )
+    stats = SpecStats()
+    generation = speculate(request, mx.default_stream(mx.default_device()), 400, stats)
+    for _ in range(30):
+        next(generation)
+    rounds, drafted = stats.rounds, stats.drafted
+    assert rounds > 3
+    assert drafted == rounds * depth
+    # one round is always under way
+    expected = {"target": rounds + 1, "drafter": drafted + depth, "tolist": rounds}
+    assert {key: count for key, count in counts.counts.items() if count} == expected
+
+
+def test_the_loop_reads_through_the_counted_doors():
+    """The counters above can count: each way of reading is seen."""
+    with pytest.MonkeyPatch.context() as patch:
+        counts = Counts(patch, tolist=(mx.array, "tolist"), item=(mx.array, "item"))
+        mx.array([1]).tolist()
+        mx.array(1).item()
+        assert counts.counts == {"tolist": 1, "item": 1}
+
+
+def test_the_head_shares_the_targets_matrices():
+    """No second copy: every buffer that the drafter reaches beyond its own is the target's."""
+    for name in ("qwen3-5", "qwen3-5-tied"):
+        p = pair(name)
+        own = p.drafter.head.parameters()
+        assert "embed_tokens" not in own
+        assert "lm_head" not in own
+        assert p.drafter.embed == p.target.embed
+        assert p.drafter.lm_head == p.target.lm_head
+        before = mx.get_active_memory()
+        drafter = type(p.drafter)(p.drafter.head, p.target)
+        tokens, hidden = mx.array([1]), mx.zeros((1, 1, 128))
+        drafts = drafter.draft(tokens, hidden, 2, Greedy().pick, drafter.make_cache())
+        mx.eval(drafts)
+        del drafts
+        gc.collect()
+        mx.clear_cache()
+        embedding_bytes = 512 * 128 * 4
+        assert mx.get_active_memory() - before < embedding_bytes // 4
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_memory_stays_flat_and_close_to_the_weights(depth):
+    """Between tokens nothing piles up from round to round."""
+    p = pair("qwen3-5-trained")
+    generation = stream(p, p.drafter, depth, max_tokens=400)
+    used = []
+    for at, _ in enumerate(generation):
+        if at in (60, 120, 180, 240):
+            gc.collect()
+            mx.clear_cache()
+            used.append(mx.get_active_memory())
+    assert max(used) - min(used) < 0.05 * min(used)
+    assert np.all(np.array(used) < 1.3 * used[0])
