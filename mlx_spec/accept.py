@@ -6,10 +6,12 @@ What is emitted is always the target's own draw. A law is called in this order i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+
+from mlx_spec.randomness import generator_state, integers, set_generator_state
 
 
 @dataclass(frozen=True)
@@ -74,22 +76,22 @@ class Stock:
         self.sampler = sampler
         self.processors = processors
         self.history = history  # all tokens that the target has seen, with the pending one
-        self.key = seed_of(integers(generator_key()))
+        self.key = integers(generator_state())
 
     def begin(self) -> None:
-        mx.random.seed(self.key)
+        set_generator_state(self.key)
 
     def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
         return self._draw_one(logits, drafts)[0]
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
-        mx.random.seed(self.key)
+        set_generator_state(self.key)
         tokens, logprobs, keys = [], [], []
         for row in range(logits.shape[1]):
             token, row_logprobs = self._draw_one(logits[:, row], drafts[:row])
             tokens.append(token)
             logprobs.append(row_logprobs[0])
-            keys.append(generator_key())
+            keys.append(generator_state())
         return Draws(mx.concatenate(tokens), logprobs, keys)
 
     def committed(self, tokens: list[int], key: list[int] | None) -> None:
@@ -99,8 +101,8 @@ class Stock:
 
     def leave(self, key: list[int] | None) -> None:
         assert key is not None
-        self.key = seed_of(key)
-        mx.random.seed(self.key)
+        self.key = key
+        set_generator_state(key)
 
     def _draw_one(self, logits: mx.array, drafts: list[mx.array]) -> tuple[mx.array, mx.array]:
         if self.processors:
@@ -109,21 +111,6 @@ class Stock:
                 logits = processor(tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.sampler(logprobs), logprobs
-
-
-def generator_key() -> mx.array:
-    """The state of mlx's global random generator, (2,) uint32."""
-    return cast(list[mx.array], mx.random.state)[0]
-
-
-def integers(array: mx.array) -> list[int]:
-    """A one-dimensional array, read by the host."""
-    return cast(list[int], array.tolist())
-
-
-def seed_of(key: list[int]) -> int:
-    """The seed that puts mlx's generator into the state `key` (two 32-bit words)."""
-    return key[0] << 32 | key[1]
 
 
 def make_law(

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import click
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from mlx_lm.generate import generate as stock_generate
 from mlx_lm.generate import main as stock_main
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_spec import convert as converter
-from mlx_spec.demo import demo_model
+from mlx_spec import demo
 from mlx_spec.errors import SpecError
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.inspection import inspect_path
@@ -31,19 +31,18 @@ def one_sentence() -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        raise_click(str(error), error.exit_code)
+        fail(str(error), error.exit_code)
     except LocalEntryNotFoundError:
-        raise_click("The model is neither here nor could the Hugging Face hub be reached.", 1)
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise_click(str(error).splitlines()[0], 1)
-    except (ValueError, OSError) as error:
-        raise_click(" ".join(str(error).split()), 1)
+        fail("The model is not here, and the Hugging Face hub could not be reached for it.")
+    except HfHubHTTPError as error:
+        fail(str(error).splitlines()[0])
+    except (ValueError, OSError, RuntimeError) as error:
+        fail(str(error))
 
 
-def raise_click(message: str, exit_code: int) -> None:
-    error = click.ClickException(message)
-    error.exit_code = exit_code
-    raise error from None
+def fail(message: str, exit_code: int = 1) -> NoReturn:
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    sys.exit(exit_code)
 
 
 @click.group()
@@ -55,7 +54,7 @@ def cli() -> None:
 @cli.command("generate", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def generate_command(arguments: tuple[str, ...]) -> None:
-    """Generate text, as mlx_lm.generate does, with a drafter where there is one."""
+    """Generate text as mlx_lm.generate does, with drafts where possible."""
     args = generation_parser().parse_args(arguments)
     with one_sentence():
         run_generate(args)
@@ -91,7 +90,7 @@ def generation_parser() -> argparse.ArgumentParser:
 
 def run_generate(args: argparse.Namespace) -> None:
     """mlx_lm.generate's own main, with our `load` and `stream_generate`."""
-    args.model = args.model or str(demo_model())
+    args.model = args.model or str(demo.demo_model())
     load_pair = partial(load, draft_model=args.draft_model)
     args.draft_model = None
     stats = SpecStats()
@@ -99,7 +98,7 @@ def run_generate(args: argparse.Namespace) -> None:
     def stream(*positional: Any, **options: Any) -> Iterator[Any]:
         nonlocal stats
         for response in stream_generate(*positional, require_spec=args.require_spec, **options):
-            stats = response.spec
+            stats = response.spec or stats
             yield response
 
     main = bound(
@@ -115,16 +114,29 @@ def run_generate(args: argparse.Namespace) -> None:
         click.echo(stats.as_text(), err=True)
 
 
+@cli.command("demo")
+@click.option("--prompt", "-p", default=demo.PROMPT, help="Text to continue.")
+@click.option("--max-tokens", "-m", type=click.IntRange(2), default=160, help="Default: 160.")
+@click.option("--num-draft-tokens", type=click.IntRange(1), help="Default: 3.")
+def demo_command(prompt: str, max_tokens: int, num_draft_tokens: int | None) -> None:
+    """Decode a text with the demo model, plainly and speculatively."""
+    with one_sentence():
+        comparison = demo.compare(prompt, max_tokens, num_draft_tokens)
+    click.echo(comparison.as_text())
+    if not comparison.same_text:
+        sys.exit(1)
+
+
 @cli.command("convert")
 @click.option("--from", "source", required=True, metavar="HF_DIR", help="A checkpoint directory.")
 @click.option("--to", "out", required=True, metavar="OUT", help="The drafter directory to write.")
 @click.option("-q", "--quantize", is_flag=True, help="Quantise the drafter.")
 @click.option("--q-bits", type=int, help="Bits per weight. Default: 8.")
-@click.option("--q-group-size", type=int, default=64, show_default=True, help="Weights per scale.")
+@click.option("--q-group-size", type=int, default=64, help="Weights per scale. Default: 64.")
 @click.option(
     "--dtype",
-    type=click.Choice(["float16", "bfloat16", "float32"]),
-    help="Default: as in the source.",
+    type=click.Choice(list(converter.DTYPES)),
+    help="Of the weights. Default: as in the source.",
 )
 def convert_command(**options: Any) -> None:
     """Take the drafter out of a model's checkpoint."""

@@ -5,8 +5,9 @@ its functions run here with one name of theirs bound to ours.
 """
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any
 
@@ -59,7 +60,7 @@ def bound(function: Callable, **names: Any) -> Callable:
         function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return update_wrapper(copy, function)
 
 
 def speculative_generate_step(
@@ -119,10 +120,15 @@ def speculative_generate_step(
         prompt.astype(mx.uint32),
         KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
     )
+    progress = prompt_progress_callback or (lambda done, total: None)
     try:
         with mx.stream(stream):
-            request.prefill(prefill_step_size, prompt_progress_callback or (lambda *_: None))
-        yield from speculate(request, stream, max_tokens, stats)
+            request.prefill(prefill_step_size, progress)
+        with closing(speculate(request, stream, max_tokens, stats)) as tokens:
+            for at, token in enumerate(tokens):
+                if at == 0:
+                    progress(len(prompt), len(prompt))
+                yield token
     finally:
         prompt_cache[:layers] = caches  # mlx-lm replaces entries where it quantises
 

@@ -24,7 +24,8 @@ from mlx_spec.load import (
     local_path,
 )
 from mlx_spec.rollback import check_caches
-from mlx_spec.targets import target_for
+from mlx_spec.targets import target_for, unsupported
+from mlx_spec.targets.qwen import FAMILIES
 
 Verdict = Literal["usable", "no-drafter", "unverified", "incompatible"]
 EXIT_CODES: dict[Verdict, int] = {"usable": 0, "no-drafter": 2, "unverified": 3, "incompatible": 4}
@@ -91,6 +92,8 @@ def inspect_path(path_or_hf_repo: str | Path) -> Inspection:
         return conclude("unverified", "a drafter alone; inspect the model it is for", facts)
     check_model(str(path))
     try:
+        if family not in FAMILIES:
+            raise unsupported(family)
         found = find_drafter(path)
         model, _ = load_model(path, lazy=True)
         target = target_for(model)

@@ -18,6 +18,7 @@ from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE, Head, has_head, read_head
 from mlx_spec.drafters import Drafter
 from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
 from mlx_spec.errors import CheckpointError, Incompatible
+from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
 from mlx_spec.targets import Target, target_for
 
@@ -79,8 +80,18 @@ def pair(model: nn.Module, path_or_hf_repo: str, draft_model: str | None) -> Pai
 
 
 def local_path(path_or_hf_repo: str) -> Path:
+    """A directory, or where mlx-lm has put a repository of the Hugging Face hub."""
     path = Path(path_or_hf_repo)
-    return path if path.exists() else hf_repo_to_path(path_or_hf_repo)
+    if path.exists():
+        return path
+    check_repository_name(path_or_hf_repo)
+    return hf_repo_to_path(path_or_hf_repo)
+
+
+def check_repository_name(name: str) -> None:
+    """Raises CheckpointError for a path that does not exist and cannot be a repository."""
+    if name.count("/") != 1 or name[0] in "./~":
+        raise CheckpointError(f"{name} does not exist; give a directory or ORG/REPO.")
 
 
 def find_drafter(model_path: Path) -> Path | None:
@@ -125,7 +136,8 @@ def load_drafter(path: str | Path, target: Target) -> NextNDrafter:
 def build_head(source: Head) -> QwenNextN:
     """The module of a head that was read, quantised as its weights are."""
     weights = source.weights
-    head = QwenNextN(ModelArgs.from_config(source.config, weights))
+    with untouched_generator():
+        head = QwenNextN(ModelArgs.from_config(source.config, weights))
 
     def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights:
@@ -146,9 +158,7 @@ def check_model(path_or_hf_repo: str) -> None:
     """Raises SpecError where a local path does not hold a model that mlx-lm could load."""
     path = Path(path_or_hf_repo)
     if not path.exists():
-        if path_or_hf_repo.count("/") == 1 and path_or_hf_repo[0] not in "./~":
-            return  # a repository of the Hugging Face hub
-        raise CheckpointError(f"{path_or_hf_repo} does not exist; give a directory or ORG/REPO.")
+        return check_repository_name(path_or_hf_repo)
     checkpoint = Checkpoint.open(path)
     if is_drafter(checkpoint):
         raise Incompatible(

@@ -131,12 +131,18 @@ class Transaction:
 
     def commit(self, keep: int) -> None:
         """Keep the first `keep` (at least 1) rows of the verify."""
-        self.caches[:] = self.entries
-        for rule in self.rules:
-            rule.commit(keep)
+        self._finish(lambda rule: rule.commit(keep))
 
     def abort(self) -> None:
         """Put every cache back to where it was when the transaction began."""
+        self._finish(lambda rule: rule.abort())
+
+    def _finish(self, action: Callable[[AppendedRows | RecurrentState], None]) -> None:
         self.caches[:] = self.entries
-        for rule in self.rules:
-            rule.abort()
+        try:
+            for rule in self.rules:
+                action(rule)
+        except BaseException:  # interrupted between two caches: they must end up alike
+            for rule in self.rules:
+                action(rule)
+            raise

@@ -17,9 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.accept import Acceptance, Draws, integers
+from mlx_spec.accept import Acceptance, Draws
 from mlx_spec.drafters import Drafter
 from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.randomness import integers
 from mlx_spec.rollback import Transaction
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import Target

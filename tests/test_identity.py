@@ -5,9 +5,9 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from models import DEMO, RANDOM, TRAINED, ScriptedDrafter, often_right, pair, right
 
 import mlx_spec
+from models import DEMO, RANDOM, TRAINED, ScriptedDrafter, often_right, pair, right
 
 TOKENS = 200
 DEPTHS = [1, 2, 3, 5]
@@ -223,9 +223,7 @@ def test_two_requests_do_not_touch_each_other():
     other = p.prompt[::-1]
     expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, other, max_tokens=50))
     streams = [
-        mlx_spec.stream_generate(
-            p.model, p.tokenizer, prompt, max_tokens=50, draft_model=p.drafter
-        )
+        mlx_spec.stream_generate(p.model, p.tokenizer, prompt, max_tokens=50, draft_model=p.drafter)
         for prompt in (p.prompt, other)
     ]
     interleaved = list(zip(*streams, strict=True))

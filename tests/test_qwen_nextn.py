@@ -4,13 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from models import DEMO, RANDOM, TRAINED, dump, pair
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.qwen_nextn import read_head
 from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
 from mlx_spec.errors import Incompatible
 from mlx_spec.load import build_head
+from models import DEMO, RANDOM, TRAINED, dump, pair
 
 TOLERANCE = 1e-4
 

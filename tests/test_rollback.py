@@ -4,6 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_spec.errors import Incompatible
+from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.rollback import Transaction, check_caches
 from models import (
     DEMO,
     RANDOM,
@@ -14,10 +18,6 @@ from models import (
     often_right,
     pair,
 )
-
-from mlx_spec.errors import Incompatible
-from mlx_spec.kv_quantization import KVQuantization
-from mlx_spec.rollback import Transaction, check_caches
 
 ROWS = 6
 

@@ -10,11 +10,11 @@ import pytest
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
-from models import DEMO, RANDOM, TRAINED, assert_same_caches, checkpoint_path, dump, pair
 
 from mlx_spec.errors import Incompatible
 from mlx_spec.rollback import Transaction
 from mlx_spec.targets import target_for
+from models import DEMO, RANDOM, TRAINED, assert_same_caches, checkpoint_path, dump, pair
 
 
 @pytest.mark.parametrize("name", RANDOM)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,7 @@ from mlx_spec.convert.norms import norm_convention
 from mlx_spec.convert.qwen_names import PREFIX, Recipe, expert_number, plan, prefix_of
 from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
+from mlx_spec.randomness import untouched_generator
 
 DRAFTER_TYPE = "qwen3_5_mtp"
 TARGET_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -222,16 +223,14 @@ def _skeleton(checkpoint: Checkpoint, config: dict[str, Any], made: Iterable[str
         keys[f"layers.{i}.input_layernorm.weight"] = None
     if _is_moe(made):
         keys["layers.0.mlp.gate.weight"] = None
-    high, low = cast(Any, mx.random.state)[0].tolist()
     try:
-        return QwenNextN(ModelArgs.from_config(config, keys))
+        with untouched_generator():
+            return QwenNextN(ModelArgs.from_config(config, keys))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"config.json of {checkpoint.path} does not describe a NextN head ({error}): "
             "download it from the original repository"
         ) from error
-    finally:  # reading a head leaves the user's seed alone
-        mx.random.seed((high << 32) | low)
 
 
 def _quantize(checkpoint: Checkpoint, module: QwenNextN, made: Recipes) -> dict[str, Any]:

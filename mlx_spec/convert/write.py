@@ -32,6 +32,7 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
 )
+DEFAULT_BITS = 8
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 DTYPES = {
@@ -64,7 +65,12 @@ def check_out(out: Path, source: Path) -> None:
 
 
 def write_drafter(
-    head: Head, out: Path, *, quantize: bool = False, q_bits: int = 4, q_group_size: int = 64
+    head: Head,
+    out: Path,
+    *,
+    quantize: bool = False,
+    q_bits: int = DEFAULT_BITS,
+    q_group_size: int = 64,
 ) -> dict[str, Any]:
     """Writes the drafter directory `out` of a head.
 

@@ -36,7 +36,11 @@ def target_for(model: nn.Module) -> Target:
     """The Target of a loaded mlx-lm model. Raises Incompatible for other families."""
     if isinstance(model, qwen.MODELS):
         return qwen.QwenTarget(model)
-    raise Incompatible(
-        f"mlx-spec has no fast path for {type(model).__module__.rpartition('.')[2]} models; "
-        "it decodes qwen3_5, qwen3_5_moe and qwen3_next speculatively."
+    raise unsupported(type(model).__module__.rpartition(".")[2])
+
+
+def unsupported(family: str) -> Incompatible:
+    return Incompatible(
+        f"mlx-spec has no fast path for {family} models; "
+        f"it decodes {', '.join(qwen.FAMILIES)} speculatively."
     )

@@ -1,0 +1,297 @@
+"""The command line, in processes of its own where that matters and in this one elsewhere."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+
+from mlx_spec.cli import cli, generation_parser
+from mlx_spec.demo import demo_model
+from models import checkpoint_path
+
+stock = importlib.import_module("mlx_lm.generate")
+TRAINED = str(checkpoint_path("qwen3-5-trained"))
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+
+def assert_one_sentence(result, exit_code, words):
+    assert result.exit_code == exit_code, result.output
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1
+    assert lines[0].startswith("Error: ")
+    assert words in lines[0]
+    assert "Traceback" not in result.output
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(TRAINED, path)
+    return path
+
+
+def strip_head(path):
+    weights = mx.load(str(path / "model.safetensors"))
+    kept = {k: v for k, v in weights.items() if not k.startswith("mtp.")}
+    mx.eval(kept)
+    mx.save_safetensors(str(path / "model.safetensors"), kept, metadata={"format": "pt"})
+
+
+# generate
+
+
+def test_generate_has_every_option_of_mlx_lm():
+    ours = {a.dest: a for a in generation_parser()._actions}
+    theirs = {a.dest: a for a in stock.setup_arg_parser()._actions}
+    assert set(theirs) <= set(ours)
+    assert set(ours) - set(theirs) == {"require_spec", "stats"}
+    for name, action in theirs.items():
+        assert ours[name].option_strings == action.option_strings
+        if name != "draft_model":
+            assert ours[name].default == action.default
+
+
+def test_generate_help():
+    result = run("generate", "--help")
+    assert result.exit_code == 0
+    for option in ("--draft-model", "--num-draft-tokens", "--require-spec", "--temp", "--seed"):
+        assert option in result.output
+
+
+def test_generate_prints_what_mlx_lm_prints():
+    """Two processes, sampling with a seed: the same text on stdout."""
+    options = ["--model", TRAINED, "--prompt", "some words", "--max-tokens", "40"]
+    options += ["--seed", "3", "--temp", "0.8", "--verbose", "False", "--ignore-chat-template"]
+    ours = subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "generate", *options, "--stats", "json"],
+        capture_output=True,
+        check=True,
+    )
+    theirs = subprocess.run(
+        [sys.executable, "-m", "mlx_lm", "generate", *options], capture_output=True, check=True
+    )
+    assert ours.stdout == theirs.stdout
+    stats = json.loads(ours.stderr.splitlines()[-1])
+    assert stats["engaged"] is True
+    assert stats["draft_n"] > stats["draft_n_accepted"] > 0
+    assert stats["rounds"] + stats["draft_n_accepted"] == 40
+
+
+def test_generate_without_a_model_uses_the_demo():
+    result = run("generate", "--max-tokens", 6, "--stats", "text", "--require-spec")
+    assert result.exit_code == 0
+    assert "Speculation: nextn, 3 drafts a round" in result.stderr
+
+
+def test_generate_says_why_nothing_was_drafted(model_dir):
+    strip_head(model_dir)
+    result = run("generate", "--model", model_dir, "--max-tokens", 3, "--stats", "json")
+    assert result.exit_code == 0
+    stats = json.loads(result.stderr.splitlines()[-1])
+    assert (stats["engaged"], stats["reason"]) == (False, "no-drafter")
+    assert stats["acceptance"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--draft-model", "none"], "no-drafter"),
+        (["--num-draft-tokens", "0"], "num-draft-tokens-0"),
+        (["--max-tokens", "1"], "too-short"),
+    ],
+)
+def test_require_spec(options, words):
+    result = run("generate", "--model", TRAINED, "--require-spec", "-p", "a", *options)
+    assert_one_sentence(result, 3, words)
+
+
+def test_a_drafter_directory_by_name(model_dir, tmp_path):
+    assert run("convert", "--from", model_dir, "--to", tmp_path / "d").exit_code == 0
+    strip_head(model_dir)
+    result = run(
+        "generate", "--model", model_dir, "--draft-model", tmp_path / "d", "-m", 9,
+        "--require-spec", "--stats", "json",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert json.loads(result.stderr.splitlines()[-1])["draft_n"] > 0
+
+
+# Bad input: one sentence, an exit code that means something, nothing half-written
+
+
+def damaged(path, how):
+    file = path / "model.safetensors"
+    if how == "missing path":
+        shutil.rmtree(path)
+    elif how == "no safetensors":
+        file.unlink()
+    elif how == "corrupt header":
+        file.write_bytes(b"\x10\0\0\0\0\0\0\0not a header at all")
+    elif how == "truncated shard":
+        file.write_bytes(file.read_bytes()[:100_000])
+    elif how == "tensors without config":
+        (path / "config.json").unlink()
+    elif how == "head stripped":
+        strip_head(path)
+    elif how == "wrong shapes":
+        config = json.loads((path / "config.json").read_text())
+        config["text_config"]["num_attention_heads"] = 8
+        (path / "config.json").write_text(json.dumps(config))
+
+
+FAULTS = {
+    "missing path": (1, "does not exist"),
+    "no safetensors": (1, "safetensors"),
+    "corrupt header": (1, "model.safetensors"),
+    "truncated shard": (1, "model.safetensors"),
+    "tensors without config": (1, "config.json"),
+    "wrong shapes": (1, "shape"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("command", ["generate", "inspect", "convert"])
+def test_bad_input(command, fault, model_dir, tmp_path):
+    damaged(model_dir, fault)
+    arguments = {
+        "generate": ["--model", model_dir, "-m", 3],
+        "inspect": [model_dir],
+        "convert": ["--from", model_dir, "--to", tmp_path / "out"],
+    }[command]
+    exit_code, words = FAULTS[fault]
+    assert_one_sentence(run(command, *arguments), exit_code, words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_a_model_whose_head_was_stripped(model_dir, tmp_path):
+    strip_head(model_dir)
+    result = run("convert", "--from", model_dir, "--to", tmp_path / "out")
+    assert_one_sentence(result, 2, "stripped")
+    assert not (tmp_path / "out").exists()
+
+
+def test_drafter_given_as_model_and_model_given_as_drafter(model_dir, tmp_path):
+    run("convert", "--from", model_dir, "--to", tmp_path / "drafter")
+    assert_one_sentence(run("generate", "--model", tmp_path / "drafter"), 4, "is a drafter")
+    strip_head(model_dir)
+    result = run("generate", "--model", TRAINED, "--draft-model", model_dir)
+    assert_one_sentence(result, 2, "no")
+
+
+def test_drafter_of_another_vocabulary(tmp_path):
+    run("convert", "--from", demo_model(), "--to", tmp_path / "drafter")
+    result = run("generate", "--model", TRAINED, "--draft-model", tmp_path / "drafter")
+    assert_one_sentence(result, 4, "vocabulary is 2048 but the model's is 512")
+
+
+def test_drafter_of_another_width(model_dir, tmp_path):
+    """Matrices of half the width, in every shape that names the hidden size."""
+    run("convert", "--from", model_dir, "--to", tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    config["text_config"]["hidden_size"] //= 2
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    weights = mx.load(str(tmp_path / "drafter" / "model.safetensors"))
+    hidden = {128: 64, 256: 128}
+    for name, value in weights.items():
+        inner = ("o_proj", "down_proj")
+        rows, *columns = value.shape
+        if value.ndim == 1 and "_norm.weight" in name and ("q_norm" in name or "k_norm" in name):
+            continue
+        if value.ndim == 1 or any(part in name for part in (*inner, "fc")):
+            rows = hidden[rows]
+        if columns and not any(part in name for part in inner):
+            columns = [hidden[columns[0]]]
+        weights[name] = value[tuple(slice(n) for n in (rows, *columns))]
+    mx.eval(weights)
+    mx.save_safetensors(
+        str(tmp_path / "drafter" / "model.safetensors"), weights, metadata={"format": "mlx"}
+    )
+    result = run("generate", "--model", model_dir, "--draft-model", tmp_path / "drafter")
+    assert_one_sentence(result, 4, "hidden size is 64 but the model's is 128")
+
+
+def test_generate_with_a_missing_prompt_cache():
+    result = run("generate", "--model", TRAINED, "--prompt-cache-file", "nowhere.safetensors")
+    assert_one_sentence(result, 1, "nowhere.safetensors")
+
+
+def test_an_unknown_option_is_a_usage_error():
+    result = run("generate", "--no-such-option")
+    assert result.exit_code == 2
+    assert "--no-such-option" in result.stderr
+
+
+# inspect
+
+
+def inspect_json(path):
+    result = run("inspect", path, "--json")
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_inspect_a_model_with_its_head():
+    exit_code, facts = inspect_json(TRAINED)
+    assert exit_code == 0
+    assert (facts["verdict"], facts["engages"]) == ("usable", True)
+    assert facts["family"] == "qwen3_5"
+    assert facts["num_draft_tokens"] == 3
+    drafter = facts["drafter"]
+    assert (drafter["kind"], drafter["layers"], drafter["path"]) == ("nextn", 1, TRAINED)
+    tensors = mx.load(TRAINED + "/model.safetensors")
+    assert drafter["parameters"] == sum(v.size for k, v in tensors.items() if "mtp." in k)
+
+
+def test_inspect_text():
+    result = run("inspect", TRAINED)
+    assert result.exit_code == 0
+    assert "verdict       usable" in result.stdout
+
+
+def test_inspect_a_model_without_a_drafter(model_dir):
+    strip_head(model_dir)
+    exit_code, facts = inspect_json(model_dir)
+    assert (exit_code, facts["verdict"], facts["drafter"]) == (2, "no-drafter", None)
+
+
+def test_inspect_a_drafter_alone_and_beside_its_model(model_dir, tmp_path):
+    run("convert", "--from", model_dir, "--to", tmp_path / "model-MTP", "-q")
+    strip_head(model_dir)
+    exit_code, facts = inspect_json(tmp_path / "model-MTP")
+    assert (exit_code, facts["verdict"]) == (3, "unverified")
+    assert facts["drafter"]["quantization"]["bits"] == 8
+    assert facts["drafter"]["source"] == str(model_dir)
+    exit_code, facts = inspect_json(model_dir)
+    assert (exit_code, facts["drafter"]["path"]) == (0, str(tmp_path / "model-MTP"))
+
+
+def test_inspect_an_unsupported_family(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
+             "intermediate_size": 8, "num_attention_heads": 1, "rms_norm_eps": 1e-6,
+             "vocab_size": 16}
+        )
+    )  # fmt: skip
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"x": mx.zeros(1)})
+    exit_code, facts = inspect_json(tmp_path)
+    assert (exit_code, facts["verdict"]) == (4, "incompatible")
+    assert "llama" in facts["why"]
+
+
+# demo
+
+
+def test_demo_prints_both_runs():
+    result = run("demo", "--max-tokens", 30)
+    assert result.exit_code == 0
+    assert "the same text" in result.stdout
+    assert "plain" in result.stdout
+    assert "tokens a round" in result.stdout

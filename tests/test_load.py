@@ -1,0 +1,191 @@
+"""Finding a drafter, loading it, and the bad input that users bring."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_spec
+from mlx_spec.convert import convert
+from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
+from mlx_spec.load import find_drafter, load, load_drafter, pairing_of
+from models import checkpoint_path, pair
+
+NAME = "qwen3-5-trained"
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    """A copy of a model with its head inside."""
+    path = tmp_path / "Tiny-Model-4bit"
+    shutil.copytree(checkpoint_path(NAME), path)
+    return path
+
+
+def strip_head(path):
+    weights = mx.load(str(path / "model.safetensors"))
+    kept = {k: v for k, v in weights.items() if not k.startswith("mtp.")}
+    mx.eval(kept)
+    mx.save_safetensors(str(path / "model.safetensors"), kept, metadata={"format": "pt"})
+
+
+def test_a_head_inside_the_model_is_found(model_dir):
+    assert find_drafter(model_dir) == model_dir
+    model, _ = load(str(model_dir))
+    assert pairing_of(model).path == model_dir
+    assert pairing_of(model).drafter.kind == "nextn"
+
+
+def test_a_sibling_is_found_by_name_and_by_fit(model_dir):
+    convert(model_dir, model_dir.parent / "Tiny-Model-MTP")
+    convert(model_dir, model_dir.parent / "Another-MTP-bf16")
+    convert(checkpoint_path("qwen3-5-moe"), model_dir.parent / "Tiny-Model-4bit-MTP-of-other-size")
+    other = model_dir.parent / "Tiny-Model-4bit-MTP-of-other-size" / "config.json"
+    config = json.loads(other.read_text())
+    config["text_config"]["hidden_size"] = 64
+    other.write_text(json.dumps(config))
+    (model_dir.parent / "Tiny-MTP-notes").mkdir()
+    strip_head(model_dir)
+    assert find_drafter(model_dir) == model_dir.parent / "Tiny-Model-MTP"
+
+
+def test_without_a_drafter_the_model_is_loaded_all_the_same(model_dir):
+    strip_head(model_dir)
+    model, tokenizer = load(str(model_dir))
+    last = list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=5))[-1]
+    assert last.spec.reason == "no-drafter"
+    assert not last.spec.engaged
+    assert last.spec.acceptance is None
+
+
+@pytest.mark.parametrize("draft_model", ["none", None])
+def test_no_drafter_on_request(model_dir, draft_model):
+    model, _ = load(str(model_dir), draft_model=draft_model)
+    assert pairing_of(model).drafter is None
+    assert pairing_of(model).reason == "no-drafter"
+
+
+def test_the_drafter_has_the_targets_dtype(model_dir):
+    model, _ = load(str(model_dir))
+    head = pairing_of(model).drafter.head
+    assert {v.dtype for _, v in tree_flatten(head.parameters())} == {mx.bfloat16}
+    model, _ = mlx_lm.load(str(model_dir))
+    model.set_dtype(mx.float32)
+    drafter = load_drafter(model_dir, mlx_spec.targets.target_for(model))
+    assert {v.dtype for _, v in tree_flatten(drafter.head.parameters())} == {mx.float32}
+
+
+def test_the_pairing_is_no_part_of_the_models_weights(model_dir):
+    model, _ = load(str(model_dir))
+    plain, _ = mlx_lm.load(str(model_dir))
+    assert [k for k, _ in tree_flatten(model.parameters())] == [
+        k for k, _ in tree_flatten(plain.parameters())
+    ]
+
+
+def test_a_seed_set_before_loading_means_the_same_with_and_without_a_drafter(model_dir):
+    states = []
+    for draft_model in ("auto", "none"):
+        mx.random.seed(5)
+        load(str(model_dir), draft_model=draft_model)
+        states.append(mx.random.state[0].tolist())
+    mx.random.seed(5)
+    mlx_lm.load(str(model_dir))
+    states.append(mx.random.state[0].tolist())
+    assert states[0] == states[1] == states[2]
+
+
+def test_a_quantised_target_and_a_quantised_drafter(model_dir, tmp_path):
+    """The target's 4 bits say nothing about the drafter's 8, or none."""
+    mlx_lm.convert(
+        str(model_dir), mlx_path=str(tmp_path / "quantised"), quantize=True, q_group_size=64
+    )
+    for name, options in {"8bit": {"quantize": True, "q_bits": 8}, "plain": {}}.items():
+        convert(model_dir, tmp_path / name, **options)
+        model, tokenizer = load(str(tmp_path / "quantised"), draft_model=str(tmp_path / name))
+        head = pairing_of(model).drafter.head
+        assert hasattr(head.fc, "bits") == (name == "8bit")
+        assert getattr(model.layers[3].self_attn.q_proj, "bits", None) == 4
+        expected = list(mlx_lm.stream_generate(model, tokenizer, "hello", max_tokens=30))
+        got = list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=30))
+        assert [r.token for r in got] == [r.token for r in expected]
+        assert got[-1].spec.drafted > 0
+
+
+def truncate(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def rewrite(path, **changes):
+    config = json.loads(path.read_text())
+    config["text_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+BAD_MODELS = {
+    "missing path": (shutil.rmtree, "does not exist"),
+    "no safetensors": (lambda d: (d / "model.safetensors").unlink(), "no .*safetensors"),
+    "corrupt header": (
+        lambda d: (d / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header at all"),
+        "model.safetensors",
+    ),
+    "truncated shard": (lambda d: truncate(d / "model.safetensors"), "model.safetensors"),
+    "tensors without config": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    "wrong shapes": (lambda d: rewrite(d / "config.json", intermediate_size=64), "shape"),
+    "unknown model type": (
+        lambda d: (d / "config.json").write_text('{"model_type": "no_such"}'),
+        "no_such",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_MODELS)
+def test_a_bad_model_is_one_clear_error(fault, model_dir):
+    break_it, words = BAD_MODELS[fault]
+    break_it(model_dir)
+    with pytest.raises((SpecError, ValueError), match=words) as error:
+        load(str(model_dir))
+    assert len(str(error.value)) < 400
+
+
+def test_a_drafter_given_as_the_model(model_dir, tmp_path):
+    convert(model_dir, tmp_path / "drafter")
+    with pytest.raises(Incompatible, match="is a drafter, not a model"):
+        load(str(tmp_path / "drafter"))
+
+
+def test_a_model_without_a_head_given_as_the_drafter(model_dir, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    strip_head(other)
+    with pytest.raises(NoDrafter, match="original repository"):
+        load(str(model_dir), draft_model=str(other))
+
+
+def test_a_missing_drafter(model_dir):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        load(str(model_dir), draft_model="nowhere")
+
+
+def test_a_head_that_lacks_a_tensor_is_named(model_dir):
+    weights = mx.load(str(model_dir / "model.safetensors"))
+    mx.eval(weights)
+    del weights["mtp.layers.0.self_attn.k_norm.weight"]
+    mx.save_safetensors(str(model_dir / "model.safetensors"), weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_norm\.weight"):
+        load(str(model_dir))
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", 64), ("vocab_size", 1000)])
+def test_a_drafter_of_another_model(key, value, model_dir, tmp_path):
+    p = pair(NAME)
+    convert(model_dir, tmp_path / "drafter")
+    target = mlx_spec.targets.target_for(p.model)
+    setattr(target, key, value)
+    with pytest.raises(Incompatible, match="convert the drafter from the repository"):
+        load_drafter(tmp_path / "drafter", target)
