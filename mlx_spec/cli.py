@@ -117,11 +117,12 @@ def run_generate(args: argparse.Namespace) -> None:
 @cli.command("demo")
 @click.option("--prompt", "-p", default=demo.PROMPT, help="Text to continue.")
 @click.option("--max-tokens", "-m", type=click.IntRange(2), default=160, help="Default: 160.")
+@click.option("--temp", type=click.FloatRange(0), default=0.6, help="Default: 0.6.")
 @click.option("--num-draft-tokens", type=click.IntRange(1), help="Default: 3.")
-def demo_command(prompt: str, max_tokens: int, num_draft_tokens: int | None) -> None:
+def demo_command(prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None) -> None:
     """Decode a text with the demo model, plainly and speculatively."""
     with one_sentence():
-        comparison = demo.compare(prompt, max_tokens, num_draft_tokens)
+        comparison = demo.compare(prompt, max_tokens, temp, num_draft_tokens)
     click.echo(comparison.as_text())
     if not comparison.same_text:
         sys.exit(1)

@@ -98,14 +98,14 @@ def inspect_path(path_or_hf_repo: str | Path) -> Inspection:
         model, _ = load_model(path, lazy=True)
         target = target_for(model)
         check_caches(make_prompt_cache(model))
-        if found is None:
-            raise NoDrafter("no mtp.* weights among its own and no *-MTP* directory beside it")
-        drafter = load_drafter(found, target)
+        if found.path is None:
+            raise NoDrafter(found.why_not)
+        drafter = load_drafter(found.path, target)
     except NoDrafter as error:
         return conclude("no-drafter", str(error))
     except Incompatible as error:
         return conclude("incompatible", str(error))
-    facts = _facts(found, Checkpoint.open(found), drafter.head)
+    facts = _facts(found.path, Checkpoint.open(found.path), drafter.head)
     return conclude("usable", "the drafter fits this model", facts)
 
 

@@ -5,6 +5,7 @@ beside it (a directory named `*-MTP*`). It shares the model's embedding and outp
 """
 
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE, Head, has_head, read_head
 from mlx_spec.drafters import Drafter
 from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
-from mlx_spec.errors import CheckpointError, Incompatible
+from mlx_spec.errors import CheckpointError, Incompatible, SpecError
 from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
 from mlx_spec.targets import Target, target_for
@@ -74,9 +75,9 @@ def pair(model: nn.Module, path_or_hf_repo: str, draft_model: str | None) -> Pai
     if draft_model != "auto":
         return Pairing(load_drafter(draft_model, target), Path(draft_model))
     found = find_drafter(local_path(path_or_hf_repo))
-    if found is None:
-        return Pairing(None, reason="no-drafter", detail="no mtp.* weights and no *-MTP* sibling")
-    return Pairing(load_drafter(found, target), found)
+    if found.path is None:
+        return Pairing(None, reason="no-drafter", detail=found.why_not)
+    return Pairing(load_drafter(found.path, target), found.path)
 
 
 def local_path(path_or_hf_repo: str) -> Path:
@@ -94,32 +95,44 @@ def check_repository_name(name: str) -> None:
         raise CheckpointError(f"{name} does not exist; give a directory or ORG/REPO.")
 
 
-def find_drafter(model_path: Path) -> Path | None:
-    """The model's own directory if it holds a head, else the `*-MTP*` sibling that fits best:
-    the one whose name shares the longest beginning with the model's."""
+@dataclass(frozen=True)
+class Found:
+    path: Path | None
+    why_not: str = ""
+
+
+def find_drafter(model_path: Path) -> Found:
+    """The model's own directory if it holds a head, else the `*-MTP*` sibling that fits and
+    whose name shares the longest beginning with the model's."""
     checkpoint = Checkpoint.open(model_path)
     if has_head(checkpoint):
-        return model_path
-    siblings = [
-        path
-        for path in sorted(model_path.resolve().parent.iterdir())
-        if "-mtp" in path.name.lower() and (path / "config.json").is_file()
-    ]
-    fitting = []
-    for path in siblings:
-        sibling = Checkpoint.open(path)
-        if is_drafter(sibling) and not misfits(sibling.config, checkpoint.config):
+        return Found(model_path)
+    own = model_path.resolve()
+    fitting, passed_over = [], []
+    for path in sorted(set(own.parent.glob("*-[Mm][Tt][Pp]*")) - {own}):
+        try:
+            faults = misfits(Checkpoint.open(path), checkpoint)
+        except SpecError as error:
+            faults = [str(error)]
+        if faults:
+            passed_over.append(f"{path.name} beside it does not fit: {faults[0]}")
+        else:
             fitting.append(path)
-    name = model_path.resolve().name.lower()
-    return max(fitting, key=lambda path: _shared_beginning(path.name.lower(), name), default=None)
+    if fitting:
+        alike = [len(commonprefix([path.name, own.name])) for path in fitting]  # noqa: RUF071
+        return Found(fitting[alike.index(max(alike))])
+    why = "no mtp.* weights among the model's own and no *-MTP* drafter beside it"
+    return Found(None, "; ".join([why, *passed_over]))
 
 
-def misfits(drafter_config: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def misfits(drafter: Checkpoint, model: Checkpoint) -> list[str]:
     """What keeps a drafter from working with a model, judged by their configurations."""
-    own, theirs = (c.get("text_config", c) for c in (drafter_config, config))
+    if not is_drafter(drafter):
+        return ["it is not a drafter"]
+    own, theirs = (c.section("text_config") or c.config for c in (drafter, model))
     return [
-        f"{name} is {own.get(key)} in the drafter and {theirs.get(key)} in the model"
-        for key, name in [("hidden_size", "hidden size"), ("vocab_size", "vocabulary size")]
+        f"its {name} is {own.get(key)} and the model's {theirs.get(key)}"
+        for key, name in [("hidden_size", "hidden size"), ("vocab_size", "vocabulary")]
         if own.get(key) != theirs.get(key)
     ]
 
@@ -166,7 +179,3 @@ def check_model(path_or_hf_repo: str) -> None:
         )
     if not checkpoint.names:
         raise CheckpointError(f"{path} has no *.safetensors files; download the model again.")
-
-
-def _shared_beginning(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(min(a, b)))

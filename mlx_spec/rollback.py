@@ -36,8 +36,8 @@ class AppendedRows:
         self.begin = cache.offset
         self.arrays = cache.keys, cache.values
 
-    def stand_in(self, rows: int) -> KVCache | QuantizedKVCache:
-        """The cache to run a forward of `rows` rows on."""
+    def stand_in(self, lengths: mx.array) -> KVCache | QuantizedKVCache:
+        """The cache to run a forward on; `lengths` is [1, ..., number of rows]."""
         return self.cache
 
     def commit(self, keep: int) -> None:
@@ -58,9 +58,9 @@ class RecurrentState:
         self.before = list(cache.cache)
         self.replay: Replay | None = None
 
-    def stand_in(self, rows: int) -> "EveryWindow":
-        self.rows = rows
-        self.after = EveryWindow(self.before, rows)
+    def stand_in(self, lengths: mx.array) -> "EveryWindow":
+        self.rows = lengths.size
+        self.after = EveryWindow(self.before, lengths)
         return self.after
 
     def commit(self, keep: int) -> None:
@@ -79,16 +79,19 @@ class EveryWindow(ArraysCache):
     """What a verify forward works on in place of an `ArraysCache`.
 
     mlx-lm stores the conv window that ends at `lengths`, one for each length. All lengths from 1
-    to `rows` give the window after every row. No row is padding, so there is no mask.
+    on give the window after every row. No row is padding, so there is no mask.
     """
 
-    def __init__(self, before: list[mx.array | None], rows: int):
+    def __init__(self, before: list[mx.array | None], lengths: mx.array):
         super().__init__(len(before))
         self.cache = list(before)
-        self.lengths = mx.arange(1, rows + 1)
+        self.lengths = lengths
 
     def make_mask(self, N: int) -> None:
         return None
+
+    def advance(self, N: int) -> None:
+        pass
 
 
 RULES: dict[type, type[AppendedRows] | type[RecurrentState]] = {
@@ -121,7 +124,8 @@ class Transaction:
 
     def verify(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """tokens (T,) -> hidden (1, T, H), logits (1, T, V). `commit` says how many rows stay."""
-        stand_ins = [rule.stand_in(tokens.size) for rule in self.rules]
+        lengths = mx.arange(1, tokens.size + 1)
+        stand_ins = [rule.stand_in(lengths) for rule in self.rules]
         with self.target.recording() as replays:
             hidden, logits = self.target(tokens[None], stand_ins)
         recurrent = [rule for rule in self.rules if isinstance(rule, RecurrentState)]

@@ -15,17 +15,19 @@ def widen_mlps(layers: list[nn.Module], width: int) -> int:
     numbers and the new columns of down are zero. The new units cost what any unit costs.
 
     Returns the number of added parameters.
+    Raises: ValueError where an MLP is a mixture of experts, quantised, or wider already.
     """
     added = 0
     for layer in layers:
-        if isinstance(layer.mlp, MLP):
-            before = parameter_count(layer.mlp)
-            widen(layer.mlp, width)
-            added += parameter_count(layer.mlp) - before
+        before = parameter_count(layer.mlp)
+        widen(layer.mlp, width)
+        added += parameter_count(layer.mlp) - before
     return added
 
 
-def widen(mlp: MLP, width: int) -> None:
+def widen(mlp: nn.Module, width: int) -> None:
+    if not isinstance(mlp, MLP) or not isinstance(mlp.gate_proj, nn.Linear):
+        raise ValueError("Only dense MLPs that are not quantised can be widened.")
     rows, columns = mlp.gate_proj.weight.shape  # (width, hidden size)
     if width < rows:
         raise ValueError(f"The MLPs are {rows} wide already; {width} would be narrower.")

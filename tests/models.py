@@ -50,7 +50,9 @@ def pair(name: str) -> Pair:
     model.set_dtype(mx.float32)
     tokenizer = load_tokenizer(path)
     if name == DEMO:
-        prompt = tokenizer.encode("import os\n\n\ndef read_lines(path):\n")
+        prompt = tokenizer.encode(
+            "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n"
+        )
     else:
         prompt = dump(f"{name}_generate")["prompt"].reshape(-1).tolist()
     tokenizer.eos_token_ids = []

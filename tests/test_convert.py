@@ -506,7 +506,9 @@ def test_the_quantization_of_the_target_is_not_applied(tmp_path):
 
 def test_a_packed_head_inside_an_mlx_model(tmp_path):
     """Its bits are read off the shapes, not from the block about the target."""
-    convert(reference("qwen3-6-moe"), tmp_path / "drafter", quantize=True, q_group_size=32)
+    convert(
+        reference("qwen3-6-moe"), tmp_path / "drafter", quantize=True, q_bits=4, q_group_size=32
+    )
     source = load("qwen3-6-moe")
     to_mlx_layout(source)
     source.tensors = {n: s for n, s in source.tensors.items() if not n.startswith("mtp.")}

@@ -1,7 +1,10 @@
 """Finding a drafter, loading it, and the bad input that users bring."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx_lm
@@ -33,7 +36,7 @@ def strip_head(path):
 
 
 def test_a_head_inside_the_model_is_found(model_dir):
-    assert find_drafter(model_dir) == model_dir
+    assert find_drafter(model_dir).path == model_dir
     model, _ = load(str(model_dir))
     assert pairing_of(model).path == model_dir
     assert pairing_of(model).drafter.kind == "nextn"
@@ -49,7 +52,19 @@ def test_a_sibling_is_found_by_name_and_by_fit(model_dir):
     other.write_text(json.dumps(config))
     (model_dir.parent / "Tiny-MTP-notes").mkdir()
     strip_head(model_dir)
-    assert find_drafter(model_dir) == model_dir.parent / "Tiny-Model-MTP"
+    assert find_drafter(model_dir).path == model_dir.parent / "Tiny-Model-MTP"
+
+
+def test_a_damaged_or_alien_sibling_is_passed_over_and_named(model_dir):
+    strip_head(model_dir)
+    damaged = model_dir.parent / "Tiny-MTP-damaged"
+    convert(checkpoint_path(NAME), damaged)
+    (damaged / "config.json").write_text("{")
+    shutil.copytree(model_dir, model_dir.parent / "Tiny-mtp-model")
+    model, _ = load(str(model_dir))
+    detail = pairing_of(model).detail
+    assert "Tiny-MTP-damaged beside it does not fit" in detail
+    assert "Tiny-mtp-model beside it does not fit: it is not a drafter" in detail
 
 
 def test_without_a_drafter_the_model_is_loaded_all_the_same(model_dir):
@@ -189,3 +204,33 @@ def test_a_drafter_of_another_model(key, value, model_dir, tmp_path):
     setattr(target, key, value)
     with pytest.raises(Incompatible, match="convert the drafter from the repository"):
         load_drafter(tmp_path / "drafter", target)
+
+
+def test_a_repository_in_the_hubs_cache(tmp_path):
+    """As mlx-lm finds it, without a network."""
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(checkpoint_path(NAME), repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    options = ["--model", "org/tiny", "-m", "8", "--require-spec", "--stats", "text"]
+    result = subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "generate", *options],
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Speculation: nextn" in result.stderr
+
+
+def test_a_repository_that_is_not_here(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "generate", "--model", "org/none"],
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: The model is not here")
+    assert len(result.stderr.splitlines()) == 1

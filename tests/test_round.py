@@ -414,3 +414,28 @@ def test_memory_stays_flat_and_close_to_the_weights(depth):
             used.append(mx.get_active_memory())
     assert max(used) - min(used) < 0.05 * min(used)
     assert np.all(np.array(used) < 1.3 * used[0])
+
+
+@pytest.mark.parametrize("length", [24, 300])
+def test_peak_memory_is_that_of_plain_decoding_with_the_drafter_loaded(length):
+    p = pair("qwen3-5-trained")
+    mx.eval(p.model.parameters(), p.drafter.head.parameters())
+    prompt = (p.prompt * 20)[:length]
+
+    def plain():
+        return generate_step(mx.array(prompt), p.model, max_tokens=100)
+
+    def speculative():
+        return mlx_spec.speculative_generate_step(
+            mx.array(prompt), p.model, p.drafter, num_draft_tokens=3, max_tokens=100
+        )
+
+    peaks = []
+    for run in (plain, speculative):
+        gc.collect()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        for _ in run():
+            pass
+        peaks.append(mx.get_peak_memory())
+    assert peaks[1] <= 1.05 * peaks[0]

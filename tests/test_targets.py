@@ -84,3 +84,14 @@ def test_other_families_are_refused_by_name():
     Model.__module__ = "mlx_lm.models.llama"
     with pytest.raises(Incompatible, match="no fast path for llama models"):
         target_for(Model())
+
+
+@pytest.mark.parametrize("spread", ["sharded", "pipelined"])
+def test_a_model_spread_over_machines_is_refused(spread):
+    model, _ = load_model(checkpoint_path("qwen3-5"), lazy=True)
+    if spread == "sharded":
+        model.layers[0].linear_attn.sharding_group = object()
+    else:
+        model.model.pipeline_size = 2
+    with pytest.raises(Incompatible, match="several machines"):
+        target_for(model)

@@ -29,8 +29,7 @@ class QwenTarget:
     def __init__(self, model: nn.Module):
         self.model = model
         self.text = model.language_model if isinstance(model, qwen3_5.Model) else model
-        sharded = isinstance(model, qwen3_5.Model) and self.text.sharding_group is not None
-        if sharded or self.text.model.pipeline_size > 1:
+        if self.text.model.pipeline_size > 1 or _sharded(model):
             raise Incompatible("A model spread over several machines is decoded without drafts.")
         self.hidden_size = self.text.args.hidden_size
         self.vocab_size = self.text.args.vocab_size
@@ -50,6 +49,12 @@ class QwenTarget:
 
     def recording(self):
         return record_recurrence(self._module)
+
+
+def _sharded(model: nn.Module) -> bool:
+    return isinstance(model, qwen3_5.Model) and any(
+        layer.is_linear and layer.linear_attn.sharding_group is not None for layer in model.layers
+    )
 
 
 @contextmanager
