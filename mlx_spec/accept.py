@@ -69,40 +69,41 @@ class Stock:
 
     mlx's generator state is a function of the seed and of the number of draws. Drafts are picked
     by the user's sampler under the state that their position will have, then the state is put
-    back and the target's rows draw in turn, as mlx_lm.generate_step does it for one row.
+    back and the target's rows draw in turn, as mlx_lm.generate_step does it for one row. Until
+    the generation ends, the generator is its own.
     """
 
     def __init__(self, sampler: Sampler, processors: Sequence[LogitsProcessor], history: mx.array):
         self.sampler = sampler
         self.processors = processors
         self.history = history  # all tokens that the target has seen, with the pending one
-        self.key = integers(generator_state())
+        random = sampler is not greedy_sampler
+        self.key = integers(generator_state()) if random else None
 
     def begin(self) -> None:
-        set_generator_state(self.key)
+        self.leave(self.key)
 
     def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
         return self._draw_one(logits, drafts)[0]
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
-        set_generator_state(self.key)
+        self.leave(self.key)
         tokens, logprobs, keys = [], [], []
         for row in range(logits.shape[1]):
             token, row_logprobs = self._draw_one(logits[:, row], drafts[:row])
             tokens.append(token)
             logprobs.append(row_logprobs[0])
             keys.append(generator_state())
-        return Draws(mx.concatenate(tokens), logprobs, keys)
+        return Draws(mx.concatenate(tokens), logprobs, [] if self.key is None else keys)
 
     def committed(self, tokens: list[int], key: list[int] | None) -> None:
-        self.leave(key)
+        self.key = key
         if self.processors:
             self.history = mx.concatenate([self.history, mx.array(tokens, mx.uint32)])
 
     def leave(self, key: list[int] | None) -> None:
-        assert key is not None
-        self.key = key
-        set_generator_state(key)
+        if key is not None:
+            set_generator_state(key)
 
     def _draw_one(self, logits: mx.array, drafts: list[mx.array]) -> tuple[mx.array, mx.array]:
         if self.processors:

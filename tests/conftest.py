@@ -1,4 +1,17 @@
+import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    """A copy of a trained model with its head inside."""
+    from models import checkpoint_path
+
+    path = tmp_path / "Tiny-Model-4bit"
+    shutil.copytree(checkpoint_path("qwen3-5-trained"), path)
+    return path

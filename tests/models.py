@@ -39,6 +39,14 @@ def checkpoint_path(name: str) -> Path:
     return demo_model() if name == DEMO else REFERENCE / "ckpts" / name
 
 
+def strip_head(path: Path) -> None:
+    """Take the mtp tensors out of a model's one file, as most conversions do."""
+    weights = mx.load(str(path / "model.safetensors"))
+    kept = {k: v for k, v in weights.items() if not k.startswith("mtp.")}
+    mx.eval(kept)
+    mx.save_safetensors(str(path / "model.safetensors"), kept, metadata={"format": "pt"})
+
+
 def dump(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(REFERENCE / "dumps" / f"{name}.npz"))
 

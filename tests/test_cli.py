@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from mlx_spec.cli import cli, generation_parser
 from mlx_spec.demo import demo_model
-from models import checkpoint_path
+from models import checkpoint_path, strip_head
 
 stock = importlib.import_module("mlx_lm.generate")
 TRAINED = str(checkpoint_path("qwen3-5-trained"))
@@ -29,20 +29,6 @@ def assert_one_sentence(result, exit_code, words):
     assert lines[0].startswith("Error: ")
     assert words in lines[0]
     assert "Traceback" not in result.output
-
-
-@pytest.fixture
-def model_dir(tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(TRAINED, path)
-    return path
-
-
-def strip_head(path):
-    weights = mx.load(str(path / "model.safetensors"))
-    kept = {k: v for k, v in weights.items() if not k.startswith("mtp.")}
-    mx.eval(kept)
-    mx.save_safetensors(str(path / "model.safetensors"), kept, metadata={"format": "pt"})
 
 
 # generate
@@ -266,14 +252,14 @@ def test_inspect_a_model_without_a_drafter(model_dir):
 
 
 def test_inspect_a_drafter_alone_and_beside_its_model(model_dir, tmp_path):
-    run("convert", "--from", model_dir, "--to", tmp_path / "model-MTP", "-q")
+    run("convert", "--from", model_dir, "--to", tmp_path / "Tiny-Model-MTP", "-q")
     strip_head(model_dir)
-    exit_code, facts = inspect_json(tmp_path / "model-MTP")
+    exit_code, facts = inspect_json(tmp_path / "Tiny-Model-MTP")
     assert (exit_code, facts["verdict"]) == (3, "unverified")
     assert facts["drafter"]["quantization"]["bits"] == 8
     assert facts["drafter"]["source"] == str(model_dir)
     exit_code, facts = inspect_json(model_dir)
-    assert (exit_code, facts["drafter"]["path"]) == (0, str(tmp_path / "model-MTP"))
+    assert (exit_code, facts["drafter"]["path"]) == (0, str(tmp_path / "Tiny-Model-MTP"))
 
 
 def test_inspect_an_unsupported_family(tmp_path):

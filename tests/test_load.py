@@ -15,24 +15,9 @@ import mlx_spec
 from mlx_spec.convert import convert
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 from mlx_spec.load import find_drafter, load, load_drafter, pairing_of
-from models import checkpoint_path, pair
+from models import checkpoint_path, pair, strip_head
 
 NAME = "qwen3-5-trained"
-
-
-@pytest.fixture
-def model_dir(tmp_path):
-    """A copy of a model with its head inside."""
-    path = tmp_path / "Tiny-Model-4bit"
-    shutil.copytree(checkpoint_path(NAME), path)
-    return path
-
-
-def strip_head(path):
-    weights = mx.load(str(path / "model.safetensors"))
-    kept = {k: v for k, v in weights.items() if not k.startswith("mtp.")}
-    mx.eval(kept)
-    mx.save_safetensors(str(path / "model.safetensors"), kept, metadata={"format": "pt"})
 
 
 def test_a_head_inside_the_model_is_found(model_dir):
