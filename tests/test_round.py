@@ -3,6 +3,7 @@
 import gc
 import importlib
 import itertools
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -28,10 +29,15 @@ from models import (
     right,
 )
 
+NAME = "qwen3-5-trained"
 
-def greedy_text(p, tokens):
+
+@cache
+def greedy_text(name):
+    """The prompt and 60 tokens of plain decoding."""
+    p = pair(name)
     prompt = mx.array(p.prompt)
-    return p.prompt + [t for t, _ in generate_step(prompt, p.model, max_tokens=tokens)]
+    return p.prompt + [t for t, _ in generate_step(prompt, p.model, max_tokens=60)]
 
 
 class PlainRun:
@@ -56,12 +62,18 @@ class PlainRun:
         return self.caches, self.draft_caches
 
 
+@cache
+def plain_caches(fed):
+    """The target's caches after `fed` tokens of the greedy text; to be compared, not changed."""
+    return PlainRun(pair(NAME), greedy_text(NAME)).upto(fed)[0]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO])
 def test_after_every_round_caches_are_those_of_a_plain_run(name, depth):
     """For every accepted count from 0 to n, chosen by making the proposals wrong from there on."""
     p = pair(name)
-    text = greedy_text(p, 60)
+    text = greedy_text(name)
     wanted = iter(range(1000))
 
     def script(position, n):
@@ -132,7 +144,7 @@ def assert_goes_on(p, cache, text, fed):
 @pytest.mark.parametrize("sampler", [None, make_sampler(0.8, top_p=0.9)])
 @pytest.mark.parametrize("yields", range(1, 14))
 def test_closed_after_any_token_it_leaves_what_stock_leaves(yields, sampler):
-    p = pair("qwen3-5-trained")
+    p = pair(NAME)
     mx.random.seed(3)
     stock_cache = make_prompt_cache(p.model)
     stock = generate_step(
@@ -158,7 +170,7 @@ def test_closed_after_any_token_it_leaves_what_stock_leaves(yields, sampler):
 
 @pytest.mark.parametrize("max_tokens", range(1, 8))
 def test_run_to_the_cap_it_leaves_what_stock_leaves(max_tokens):
-    p = pair("qwen3-5-trained")
+    p = pair(NAME)
     stock_cache, cache = make_prompt_cache(p.model), both_caches(p)
     prompt = mx.array(p.prompt)
     expected = [
@@ -172,7 +184,7 @@ def test_run_to_the_cap_it_leaves_what_stock_leaves(max_tokens):
 
 
 def test_a_second_turn_on_the_kept_cache_equals_stock():
-    p = pair("qwen3-5-trained")
+    p = pair(NAME)
     turns = {}
     for name, step in {
         "stock": lambda prompt, cache: generate_step(
@@ -226,8 +238,8 @@ PLACES = {
 @pytest.mark.parametrize("error", [Interrupt("stop"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 @pytest.mark.parametrize("place", PLACES)
 def test_after_an_error_anywhere_the_caches_hold_what_was_yielded(place, error, monkeypatch):
-    p = pair("qwen3-5-trained")
-    text = greedy_text(p, 60)
+    p = pair(NAME)
+    text = greedy_text(NAME)
     parent, name = PLACES[place].rsplit(".", 1)
     module, owner_name = parent.rsplit(".", 1)
     owner = getattr(importlib.import_module(module), owner_name)
@@ -247,7 +259,7 @@ def test_after_an_error_anywhere_the_caches_hold_what_was_yielded(place, error, 
         layers = len(p.model.layers)
         fed = cache[3].offset
         assert fed in (len(full) - 1, len(full)) or (fed == 0 and not tokens)
-        assert_same_caches(cache[:layers], PlainRun(p, text).upto(fed)[0])
+        assert_same_caches(cache[:layers], plain_caches(fed))
         assert cache[layers].offset <= fed
         if fed:
             assert_goes_on(p, cache, text, fed)
@@ -258,8 +270,8 @@ def test_after_an_error_anywhere_the_caches_hold_what_was_yielded(place, error, 
 
 @pytest.mark.parametrize("at", range(12))
 def test_an_error_of_a_processor_comes_after_the_tokens_before_it(at):
-    p = pair("qwen3-5-trained")
-    text = greedy_text(p, 60)
+    p = pair(NAME)
+    text = greedy_text(NAME)
     drafter = ScriptedDrafter(p.drafter, often_right(text, 512))
 
     def processor(tokens, logits):
@@ -276,11 +288,11 @@ def test_an_error_of_a_processor_comes_after_the_tokens_before_it(at):
     assert at - 3 <= len(got) <= at
     fed = cache[3].offset
     assert fed in (len(p.prompt) + len(got) - 1, len(p.prompt) + len(got))
-    assert_same_caches(cache[:4], PlainRun(p, text).upto(fed)[0])
+    assert_same_caches(cache[:4], plain_caches(fed))
 
 
 def test_processors_see_the_history_that_stock_shows_them():
-    p = pair("qwen3-5-trained")
+    p = pair(NAME)
 
     def seen_by(step):
         seen = {}
@@ -404,7 +416,7 @@ def test_the_head_shares_the_targets_matrices(name):
 @pytest.mark.parametrize("depth", [2, 5])
 def test_memory_stays_flat_and_close_to_the_weights(depth):
     """Between tokens nothing piles up from round to round."""
-    p = pair("qwen3-5-trained")
+    p = pair(NAME)
     generation = stream(p, p.drafter, depth, max_tokens=400)
     used = []
     for at, _ in enumerate(generation):
@@ -418,7 +430,7 @@ def test_memory_stays_flat_and_close_to_the_weights(depth):
 
 @pytest.mark.parametrize("length", [24, 300])
 def test_peak_memory_is_that_of_plain_decoding_with_the_drafter_loaded(length):
-    p = pair("qwen3-5-trained")
+    p = pair(NAME)
     mx.eval(p.model.parameters(), p.drafter.head.parameters())
     prompt = (p.prompt * 20)[:length]
 
