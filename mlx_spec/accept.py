@@ -6,7 +6,8 @@ What is emitted is always the target's own draw. A law is called in this order i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
@@ -40,7 +41,7 @@ class Acceptance(Protocol):
         """These tokens were accepted; `key` is the generator's state after the last of them."""
 
     def leave(self, key: list[int] | None) -> None:
-        """Generation ends here: leave the generator in state `key`."""
+        """Generation ends here: leave the generator in state `key` (None: as it is)."""
 
 
 class Greedy:
@@ -69,25 +70,34 @@ class Stock:
 
     mlx's generator state is a function of the seed and of the number of draws. Drafts are picked
     by the user's sampler under the state that their position will have, then the state is put
-    back and the target's rows draw in turn, as mlx_lm.generate_step does it for one row. Until
-    the generation ends, the generator is its own.
+    back and the target's rows draw in turn, as mlx_lm.generate_step does it for one row.
+
+    The sampler's randomness must be that generator's, and it must keep no state of its own.
+    Until the generation ends, the generator follows it alone; so one that begins while another
+    is under way starts from a state split off, or both would draw the same numbers.
     """
+
+    under_way: ClassVar["WeakSet[Stock]"] = WeakSet()
 
     def __init__(self, sampler: Sampler, processors: Sequence[LogitsProcessor], history: mx.array):
         self.sampler = sampler
         self.processors = processors
         self.history = history  # all tokens that the target has seen, with the pending one
-        random = sampler is not greedy_sampler
-        self.key = integers(generator_state()) if random else None
+        self.key: list[int] | None = None
+        if sampler is not greedy_sampler:
+            state = generator_state()
+            self.key = integers(mx.random.split(state)[1] if Stock.under_way else state)
 
     def begin(self) -> None:
-        self.leave(self.key)
+        if self.key is not None:
+            Stock.under_way.add(self)
+        self._restore(self.key)
 
     def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
         return self._draw_one(logits, drafts)[0]
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
-        self.leave(self.key)
+        self._restore(self.key)
         tokens, logprobs, keys = [], [], []
         for row in range(logits.shape[1]):
             token, row_logprobs = self._draw_one(logits[:, row], drafts[:row])
@@ -98,10 +108,15 @@ class Stock:
 
     def committed(self, tokens: list[int], key: list[int] | None) -> None:
         self.key = key
+        self._restore(key)
         if self.processors:
             self.history = mx.concatenate([self.history, mx.array(tokens, mx.uint32)])
 
     def leave(self, key: list[int] | None) -> None:
+        self._restore(key)
+        Stock.under_way.discard(self)
+
+    def _restore(self, key: list[int] | None) -> None:
         if key is not None:
             set_generator_state(key)
 

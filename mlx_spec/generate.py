@@ -168,9 +168,12 @@ def stream_generate(
         run = bound(run, speculative_generate_step=step)
     if drafter is not None and num_draft_tokens is not None:
         kwargs["num_draft_tokens"] = num_draft_tokens
-    for response in run(model, tokenizer, prompt, max_tokens, drafter, *args, **kwargs):
-        if response.finish_reason and not stats.engaged and stats.reason is None:
-            stats.reason = "too-short"
+    responses = run(model, tokenizer, prompt, max_tokens, drafter, *args, **kwargs)
+    for response in responses:
+        if response.finish_reason:
+            responses.close()  # the caches are settled when the caller sees the end
+            if not stats.engaged and stats.reason is None:
+                stats.reason = "too-short"
         values = {field.name: getattr(response, field.name) for field in fields(response)}
         yield GenerationResponse(**values, spec=stats.copy())
     if require_spec and not stats.engaged:
@@ -197,12 +200,16 @@ def choose_drafter(
         stats.reason = "input-embeddings"
     else:
         try:
+            stats.reason = "unsupported-model"
             target_for(model)
-            caches = options.get("prompt_cache") or make_prompt_cache(model)
-            check_caches(caches[: len(model.layers)])
+            stats.reason = "unsupported-cache"
+            check_caches(
+                (options.get("prompt_cache") or make_prompt_cache(model))[: len(model.layers)]
+            )
+            stats.reason = None
             return drafter
         except Incompatible as error:
-            stats.reason, stats.detail = "unsupported-cache", str(error)
+            stats.detail = str(error)
     return None
 
 

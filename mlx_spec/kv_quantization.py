@@ -19,11 +19,9 @@ class KVQuantization:
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
 
     def rows_left(self, caches: list[Any]) -> int:
-        """How many rows fit before mlx-lm would quantise: it does so between two tokens, so no
-        block of rows may straddle that point."""
+        """How many rows, at least one, may be computed at once: mlx-lm quantises after the token
+        that reaches `start`, so no block of rows may straddle that point."""
         if self.bits is None:
             return sys.maxsize
-        return min(
-            (self.start - cache.offset for cache in caches if type(cache) is KVCache),
-            default=sys.maxsize,
-        )
+        unquantised = [cache.offset for cache in caches if type(cache) is KVCache]
+        return max(1, self.start - max(unquantised)) if unquantised else sys.maxsize

@@ -34,17 +34,25 @@ class AppendedRows:
     def __init__(self, cache: KVCache | QuantizedKVCache):
         self.cache = cache
         self.begin = cache.offset
-        self.arrays = cache.keys, cache.values
+        self.arrays: Any = (cache.keys, cache.values)  # while a forward is being built
 
     def stand_in(self, lengths: mx.array) -> KVCache | QuantizedKVCache:
         """The cache to run a forward on; `lengths` is [1, ..., number of rows]."""
         return self.cache
 
+    def built(self) -> None:
+        """The update is complete, so the offset says it all. The arrays of before must not
+        outlive it: where a cache grows, they are another copy of it."""
+        self.arrays = None
+
     def commit(self, keep: int) -> None:
         self.cache.offset = self.begin + keep
 
     def abort(self) -> None:
-        self.cache.keys, self.cache.values = self.arrays
+        if self.arrays is not None:
+            self.cache.keys, self.cache.values = self.arrays
+        elif self.begin == 0:
+            self.cache.keys = self.cache.values = None
         self.cache.offset = self.begin
 
 
@@ -62,6 +70,9 @@ class RecurrentState:
         self.rows = lengths.size
         self.after = EveryWindow(self.before, lengths)
         return self.after
+
+    def built(self) -> None:
+        pass
 
     def commit(self, keep: int) -> None:
         windows, state = self.after.cache  # (rows, K-1, C), (1, Hv, Dv, Dk)
@@ -120,7 +131,9 @@ class Transaction:
 
     def prefill(self, tokens: mx.array) -> mx.array:
         """tokens (T,) -> hidden (1, T, H). All rows stay, unless the transaction is aborted."""
-        return self.target(tokens[None], self.caches)[0]
+        hidden, _ = self.target(tokens[None], self.caches)
+        self._built()
+        return hidden
 
     def verify(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """tokens (T,) -> hidden (1, T, H), logits (1, T, V). `commit` says how many rows stay."""
@@ -131,6 +144,7 @@ class Transaction:
         recurrent = [rule for rule in self.rules if isinstance(rule, RecurrentState)]
         for rule, replay in zip(recurrent, replays, strict=True):
             rule.replay = replay
+        self._built()
         return hidden, logits
 
     def commit(self, keep: int) -> None:
@@ -140,6 +154,10 @@ class Transaction:
     def abort(self) -> None:
         """Put every cache back to where it was when the transaction began."""
         self._finish(lambda rule: rule.abort())
+
+    def _built(self) -> None:
+        for rule in self.rules:
+            rule.built()
 
     def _finish(self, action: Callable[[AppendedRows | RecurrentState], None]) -> None:
         self.caches[:] = self.entries

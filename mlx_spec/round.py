@@ -128,7 +128,6 @@ class Request:
 
     def launch(self, remaining: int | None) -> Round:
         """Draft and verify, lazily. `remaining` tokens may still be emitted (None: no limit)."""
-        self.kv_quantization.apply(self.caches)
         n = self._depth(remaining)
         unlearnt, position = self.unlearnt, self.drafter.position(self.draft_caches)
         transaction = Transaction(self.target, self.caches)
@@ -137,9 +136,8 @@ class Request:
             drafts: list[mx.array] = []
             if n > 0 and unlearnt is not None:
                 drafts = self.drafter.draft(
-                    unlearnt.tokens, unlearnt.hidden, n, self.law.pick, self.draft_caches
+                    unlearnt.tokens, unlearnt.hidden, n, self._pick, self.draft_caches
                 )
-                mx.async_eval(drafts)
                 self.unlearnt = None
             hidden, logits = transaction.verify(mx.concatenate([self.pending, *drafts]))
             draws = self.law.draw(logits, drafts)
@@ -154,13 +152,18 @@ class Request:
 
     def commit(self, launched: Round) -> None:
         """Keep the accepted drafts of a round that was read."""
-        launched.transaction.commit(len(launched.tokens))
+        self._keep(launched, len(launched.tokens))
         rows = slice(0, len(launched.tokens))
         newer = Pairs(launched.draws.tokens[rows], launched.hidden[:, rows])
-        self.unlearnt = newer if self.unlearnt is None else self.unlearnt.then(newer)
+        if self.num_draft_tokens > 0:
+            self.unlearnt = newer if self.unlearnt is None else self.unlearnt.then(newer)
         self.pending = newer.tokens[-1:]
         last_key = launched.keys[launched.accepted] if launched.keys else None
         self.law.committed(launched.tokens, last_key)
+
+    def _keep(self, launched: Round, rows: int) -> None:
+        launched.transaction.commit(rows)
+        self.kv_quantization.apply(self.caches)
 
     def undo(self, launched: Round) -> None:
         launched.transaction.abort()
@@ -176,17 +179,19 @@ class Request:
         if as_stock and ahead is not None and (current is None or not current.unyielded):
             self.drafter.rewind(self.draft_caches, ahead.position)
             self.unlearnt = ahead.unlearnt
-            ahead.transaction.commit(1)
+            self._keep(ahead, 1)
             self.law.leave(integers(ahead.draws.keys[0]) if ahead.draws.keys else None)
         else:
             if ahead is not None:
                 self.undo(ahead)
+            key = None
             if current is not None:
                 fed = min(current.yielded, current.accepted)
-                current.transaction.commit(1 + fed)
+                self._keep(current, 1 + fed)
                 if self.unlearnt is not None:
                     self.unlearnt = self.unlearnt[: len(self.unlearnt) - current.unyielded]
-                self.law.leave(current.keys[fed] if current.keys else None)
+                key = current.keys[fed] if current.keys else None
+            self.law.leave(key)
         with nullcontext() if as_stock else suppress(Exception):  # the first error is the one
             self.learn()
 
@@ -195,6 +200,12 @@ class Request:
         if self.unlearnt is not None and len(self.unlearnt):
             pairs, self.unlearnt = self.unlearnt, None
             self.drafter.extend(pairs.tokens, pairs.hidden, self.draft_caches)
+
+    def _pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+        """The device works on a draft while the next one is built."""
+        draft = self.law.pick(logits, drafts)
+        mx.async_eval(draft)
+        return draft
 
     def _depth(self, remaining: int | None) -> int:
         """Nothing is committed that may not be emitted, and a block of rows does not straddle

@@ -56,6 +56,7 @@ def test_stock_draws_as_stock_whatever_was_picked_before():
         draws = law.draw(LOGITS, DRAFTS)
         assert draws.tokens.tolist() == expected
         assert draws.keys[-1].tolist() == after
+        law.leave(None)
 
 
 def test_a_draft_from_the_targets_own_logits_is_the_targets_draw():
@@ -65,6 +66,7 @@ def test_a_draft_from_the_targets_own_logits_is_the_targets_draw():
     law.begin()
     picks = [law.pick(LOGITS[:, k], DRAFTS[:k]).item() for k in range(4)]
     assert law.draw(LOGITS, DRAFTS).tokens.tolist() == picks
+    law.leave(None)
 
 
 def test_stock_goes_on_from_the_key_of_the_last_token():
@@ -80,6 +82,23 @@ def test_stock_goes_on_from_the_key_of_the_last_token():
     law.committed(first, draws.keys[1].tolist())
     law.begin()
     assert law.draw(LOGITS[:, 2:], []).tokens.tolist()[0] == second
+    law.leave(None)
+
+
+def test_two_generations_at_once_do_not_draw_the_same_numbers():
+    sampler = make_sampler(1.0)
+    laws = []
+    states = []
+    for _ in range(2):
+        mx.random.seed(5)
+        laws.append(Stock(sampler, [], mx.array([1])))
+        laws[-1].begin()
+        states.append({tuple(key.tolist()) for key in laws[-1].draw(LOGITS, DRAFTS).keys})
+    assert not states[0] & states[1]
+    for law in laws:
+        law.leave(None)
+    mx.random.seed(5)
+    assert Stock(sampler, [], mx.array([1])).key == [0, 5]
 
 
 def test_a_greedy_sampler_with_processors_leaves_the_generator_to_the_caller():

@@ -7,12 +7,13 @@ import inspect
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 import mlx_spec
 from mlx_spec.errors import Incompatible, NotEngaged
 from mlx_spec.generate import bound
-from models import checkpoint_path, pair
+from models import assert_same_caches, checkpoint_path, pair
 
 stock = importlib.import_module("mlx_lm.generate")
 P = "qwen3-5-trained"
@@ -71,6 +72,31 @@ def test_generate_gives_the_text_and_prints_as_stock(capsys):
     theirs = capsys.readouterr().out
     assert text == expected
     assert ours.split("Prompt:")[0] == theirs.split("Prompt:")[0]
+
+
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_caches_are_settled_when_the_last_response_arrives(end):
+    """The caller may keep the generator and go on with the cache."""
+    p = pair(P)
+    plain = list(mlx_lm.stream_generate(p.model, p.tokenizer, p.prompt, max_tokens=20))
+    caches = {}
+    try:
+        if end == "stop":
+            p.tokenizer.eos_token_ids = [plain[8].token]
+        for name, module in {"stock": mlx_lm, "ours": mlx_spec}.items():
+            caches[name] = make_prompt_cache(p.model)
+            more = {"draft_model": p.drafter, "num_draft_tokens": 5} if name == "ours" else {}
+            generation = module.stream_generate(
+                p.model, p.tokenizer, p.prompt, max_tokens=20, prompt_cache=caches[name], **more
+            )
+            for response in generation:
+                if response.finish_reason:
+                    assert response.finish_reason == end
+                    break
+            if name == "ours":
+                assert_same_caches(caches["ours"], caches["stock"])
+    finally:
+        p.tokenizer.eos_token_ids = []
 
 
 def test_progress_is_reported_with_drafts_too():

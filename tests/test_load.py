@@ -1,10 +1,12 @@
 """Finding a drafter, loading it, and the bad input that users bring."""
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 
 import mlx.core as mx
 import mlx_lm
@@ -84,6 +86,20 @@ def test_the_pairing_is_no_part_of_the_models_weights(model_dir):
     assert [k for k, _ in tree_flatten(model.parameters())] == [
         k for k, _ in tree_flatten(plain.parameters())
     ]
+
+
+def test_a_model_with_its_drafter_is_freed_at_once(model_dir):
+    """There is no cycle that only the garbage collector would find."""
+    model, tokenizer = load(str(model_dir))
+    list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=3))
+    embedding = weakref.ref(model.layers[0].input_layernorm)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert embedding() is None
+    finally:
+        gc.enable()
 
 
 def test_a_seed_set_before_loading_means_the_same_with_and_without_a_drafter(model_dir):

@@ -3,8 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_spec import speculative_generate_step
 from mlx_spec.errors import Incompatible
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.rollback import Transaction, check_caches
@@ -152,6 +154,37 @@ def test_quantised_caches(bits, start):
             request.caches, plain_run(p, (p.prompt[:6] + emitted)[:-1], quantization)
         )
     assert type(request.caches[3]).__name__ == "QuantizedKVCache"
+
+
+QUANTISED = {"kv_bits": 8, "kv_group_size": 32}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 6])
+@pytest.mark.parametrize("start", [24, 27, 30])
+def test_quantisation_is_where_stock_leaves_it(start, max_tokens):
+    p = pair("qwen3-5-trained")
+    options = QUANTISED | {"quantized_kv_start": start, "max_tokens": max_tokens}
+    stock, ours = make_prompt_cache(p.model), make_prompt_cache(p.model)
+    prompt = mx.array(p.prompt)
+    expected = [t for t, _ in generate_step(prompt, p.model, prompt_cache=stock, **options)]
+    step = speculative_generate_step(prompt, p.model, p.drafter, prompt_cache=ours, **options)
+    assert [t for t, _, _ in step] == expected
+    assert_same_caches(ours, stock)
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_kept_cache_is_quantised_after_the_first_forward(turn):
+    """As stock: the first token after switching it on sees the rows as they were."""
+    p = pair("qwen3-5-trained")
+    options = QUANTISED | {"quantized_kv_start": 0, "max_tokens": 5}
+    stock, ours = prefilled(p, p.prompt), prefilled(p, p.prompt)
+    prompt = mx.array(p.prompt[:turn])
+    expected = list(generate_step(prompt, p.model, prompt_cache=stock, **options))
+    got = list(speculative_generate_step(prompt, p.model, p.drafter, prompt_cache=ours, **options))
+    assert [t for t, *_ in got] == [t for t, _ in expected]
+    for (_, a, _), (_, b) in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_same_caches(ours, stock)
 
 
 def test_unknown_cache_classes_are_refused_by_name():

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import itertools
+import weakref
 from functools import cache
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import mlx_spec
 from mlx_spec.accept import Greedy, Stock
+from mlx_spec.rollback import Transaction
 from mlx_spec.round import speculate
 from mlx_spec.stats import SpecStats
 from models import (
@@ -451,3 +453,28 @@ def test_peak_memory_is_that_of_plain_decoding_with_the_drafter_loaded(length):
             pass
         peaks.append(mx.get_peak_memory())
     assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_a_growing_cache_is_not_kept_twice():
+    """mlx-lm frees the old rows as soon as they are copied into a larger buffer."""
+    p = pair(NAME)
+    cache = make_prompt_cache(p.model)
+    p.model(mx.array([p.prompt * 11])[:, :250], cache=cache)
+    mx.eval([c.state for c in cache])
+    old = weakref.ref(cache[3].keys)
+    transaction = Transaction(p.target, cache)
+    transaction.verify(mx.array(p.prompt[:8]))
+    assert cache[3].keys.shape[2] == 512
+    assert old() is None
+    transaction.commit(2)
+    transaction.abort()
+    assert cache[3].offset == 250
+
+
+def test_without_drafts_nothing_piles_up_for_the_drafter():
+    p = pair(NAME)
+    request = make_request(p, p.prompt, 0)
+    stats = SpecStats()
+    list(speculate(request, mx.default_stream(mx.default_device()), 20, stats))
+    assert stats.rounds == 20
+    assert request.unlearnt is None

@@ -70,6 +70,27 @@ def test_recording_ends_with_the_forward_and_stays_in_its_thread():
     assert qwen3_5.gated_delta_update is original
 
 
+def test_recordings_of_two_threads_leave_nothing_behind():
+    """The second one waits for the first, and takes what that one has put back."""
+    original = qwen3_5.gated_delta_update
+    target = pair("qwen3-5").target
+    entered = threading.Event()
+
+    def record():
+        entered.set()
+        with target.recording():
+            pass
+
+    with target.recording():
+        second = threading.Thread(target=record)
+        second.start()
+        entered.wait()
+        second.join(0.05)
+        assert second.is_alive()
+    second.join()
+    assert qwen3_5.gated_delta_update is original
+
+
 def test_recording_ends_after_an_error():
     original = qwen3_5.gated_delta_update
     with pytest.raises(RuntimeError), pair("qwen3-5").target.recording():

@@ -1,5 +1,6 @@
 """Targets: how an mlx-lm model gives hidden states and records what a roll-back needs."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,16 +18,12 @@ class Target(Protocol):
     model: nn.Module
     hidden_size: int
     vocab_size: int
+    embed: Callable[[mx.array], mx.array]  # input embeddings: (1, T) -> (1, T, H)
+    lm_head: Callable[[mx.array], mx.array]  # the output matrix alone: (1, T, H) -> (1, T, V)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         """One forward: tokens (1, T) -> hidden states after the final norm (1, T, H) and
         logits (1, T, V), both lazy."""
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """(1, T) -> (1, T, H): the input embeddings."""
-
-    def lm_head(self, hidden: mx.array) -> mx.array:
-        """(1, T, H) -> (1, T, V): the output matrix alone."""
 
     def recording(self) -> AbstractContextManager[list[Replay]]:
         """Within it, forwards append one Replay per recurrent layer, in order of layers."""

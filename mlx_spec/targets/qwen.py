@@ -33,19 +33,16 @@ class QwenTarget:
             raise Incompatible("A model spread over several machines is decoded without drafts.")
         self.hidden_size = self.text.args.hidden_size
         self.vocab_size = self.text.args.vocab_size
+        # Of the model's parts, not of the model: a drafter that is kept with its model holds these.
+        embedding = self.text.model.embed_tokens
+        tied = self.text.args.tie_word_embeddings
+        self.embed = embedding
+        self.lm_head = embedding.as_linear if tied else self.text.lm_head
         self._module = sys.modules[type(self.text).__module__]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         hidden = self.text.model(tokens, cache)
         return hidden, self.lm_head(hidden)
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self.text.model.embed_tokens(tokens)
-
-    def lm_head(self, hidden: mx.array) -> mx.array:
-        if self.text.args.tie_word_embeddings:
-            return self.text.model.embed_tokens.as_linear(hidden)
-        return self.text.lm_head(hidden)
 
     def recording(self):
         return record_recurrence(self._module)
@@ -64,7 +61,6 @@ def record_recurrence(module: Any) -> Iterator[list[Replay]]:
     The inputs belong to n+1 rows; a Replay of `keep` rows runs the recurrence again over the
     first `keep` of them, from the state before. It is mlx-lm's own function in both runs.
     """
-    update = module.gated_delta_update
     owner = threading.get_ident()
     replays: list[Replay] = []
 
@@ -79,6 +75,7 @@ def record_recurrence(module: Any) -> Iterator[list[Replay]]:
         return update(q, k, v, a, b, A_log, dt_bias, state, mask, **options)
 
     with _recording:
+        update = module.gated_delta_update
         module.gated_delta_update = record
         try:
             yield replays
