@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -36,7 +35,7 @@ def one_sentence() -> Iterator[None]:
         fail("The model is not here, and the Hugging Face hub could not be reached for it.")
     except HfHubHTTPError as error:
         fail(str(error).splitlines()[0])
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         fail(str(error))
 
 
@@ -90,7 +89,8 @@ def generation_parser() -> argparse.ArgumentParser:
 
 def run_generate(args: argparse.Namespace) -> None:
     """mlx_lm.generate's own main, with our `load` and `stream_generate`."""
-    args.model = args.model or str(demo.demo_model())
+    if args.chat_template_config is not None:
+        check_json_object("--chat-template-config", args.chat_template_config)
     load_pair = partial(load, draft_model=args.draft_model)
     args.draft_model = None
     stats = SpecStats()
@@ -104,6 +104,7 @@ def run_generate(args: argparse.Namespace) -> None:
     main = bound(
         stock_main,
         setup_arg_parser=lambda: SimpleNamespace(parse_args=lambda: args),
+        DEFAULT_MODEL=str(demo.demo_model()),
         load=load_pair,
         generate=bound(stock_generate, stream_generate=stream),
     )
@@ -112,6 +113,11 @@ def run_generate(args: argparse.Namespace) -> None:
         click.echo(json.dumps(stats.as_dict()), err=True)
     elif args.stats == "text":
         click.echo(stats.as_text(), err=True)
+
+
+def check_json_object(option: str, text: str) -> None:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(f"{option} is not a JSON object; give for example '{{\"key\": true}}'.")
 
 
 @cli.command("demo")
@@ -146,9 +152,9 @@ def convert_command(**options: Any) -> None:
 
 
 @cli.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect_command(path: Path, as_json: bool) -> None:
+def inspect_command(path: str, as_json: bool) -> None:
     """Say whether a model would be decoded speculatively, and if not, why.
 
     Exit code: 0 usable, 2 no drafter, 3 unverified, 4 incompatible, 1 damaged files.

@@ -76,9 +76,9 @@ class Inspection:
         return "\n".join([*lines, f"  verdict       {self.verdict}: {self.why}"])
 
 
-def inspect_path(path_or_hf_repo: str | Path) -> Inspection:
+def inspect_path(path_or_hf_repo: str) -> Inspection:
     """Raises SpecError where the files are damaged."""
-    path = local_path(str(path_or_hf_repo))
+    path = local_path(path_or_hf_repo)
     checkpoint = Checkpoint.open(path)
     family = str(checkpoint.config.get("model_type"))
     quantization = checkpoint.config.get("quantization")

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.utils import hf_repo_to_path, infer_quant_config
+from huggingface_hub import snapshot_download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, infer_quant_config
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE, Head, has_head, read_head
@@ -23,12 +24,22 @@ from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
 from mlx_spec.targets import Target, target_for
 
+# What the configuration of a head has in common with that of its model.
+SHAPE = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
 
 @dataclass(frozen=True)
 class Pairing:
     """What `load` found for a model: a drafter, or the reason why there is none."""
 
-    drafter: Drafter | None
+    drafter: Drafter | nn.Module | None
     path: Path | None = None
     reason: Reason | None = None
     detail: str | None = None
@@ -36,10 +47,15 @@ class Pairing:
 
 def load(
     path_or_hf_repo: str,
-    *args: Any,
-    draft_model: str | None = "auto",
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
     return_config: bool = False,
-    **kwargs: Any,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    draft_model: str | None = "auto",
 ) -> tuple[Any, ...]:
     """mlx_lm.load, then the drafter.
 
@@ -51,8 +67,17 @@ def load(
     Raises: SpecError in one sentence for what is wrong with the files.
     """
     check_model(path_or_hf_repo)
-    model, tokenizer, config = mlx_lm.load(path_or_hf_repo, *args, return_config=True, **kwargs)
-    model.mlx_spec = pair(model, path_or_hf_repo, draft_model)
+    model, tokenizer, config = mlx_lm.load(
+        path_or_hf_repo,
+        tokenizer_config,
+        model_config,
+        adapter_path,
+        lazy,
+        return_config=True,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    model.mlx_spec = pair(model, tokenizer, local_path(path_or_hf_repo, revision), draft_model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -63,36 +88,58 @@ def pairing_of(model: nn.Module) -> Pairing:
     return Pairing(None, reason="no-drafter", detail="the model was not loaded by mlx_spec.load")
 
 
-def pair(model: nn.Module, path_or_hf_repo: str, draft_model: str | None) -> Pairing:
+def pair(model: nn.Module, tokenizer: Any, path: Path, draft_model: str | None) -> Pairing:
     if draft_model in (None, "none"):
         return Pairing(None, reason="no-drafter", detail="none was asked for")
     try:
         target = target_for(model)
     except Incompatible as error:
-        if draft_model != "auto":
-            raise
-        return Pairing(None, reason="unsupported-model", detail=str(error))
+        if draft_model == "auto":
+            return Pairing(None, reason="unsupported-model", detail=str(error))
+        return Pairing(load_ordinary_model(draft_model, tokenizer), Path(draft_model))
     if draft_model != "auto":
         return Pairing(load_drafter(draft_model, target), Path(draft_model))
-    found = find_drafter(local_path(path_or_hf_repo))
+    found = find_drafter(path)
     if found.path is None:
         return Pairing(None, reason="no-drafter", detail=found.why_not)
-    return Pairing(load_drafter(found.path, target), found.path)
+    try:
+        return Pairing(load_drafter(found.path, target), found.path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (or go on without drafts: --draft-model none)") from error
 
 
-def local_path(path_or_hf_repo: str) -> Path:
+def load_ordinary_model(path_or_hf_repo: str, tokenizer: Any) -> nn.Module:
+    """A draft model as mlx_lm.generate takes it, for mlx-lm's own speculative decoding."""
+    check_model(path_or_hf_repo)
+    model, own = mlx_lm.load(path_or_hf_repo)
+    if own.vocab_size != tokenizer.vocab_size:
+        raise Incompatible(
+            f"{path_or_hf_repo} has another tokenizer than the model; "
+            "choose a draft model of the same family."
+        )
+    return model
+
+
+def local_path(path_or_hf_repo: str, revision: str | None = None) -> Path:
     """A directory, or where mlx-lm has put a repository of the Hugging Face hub."""
     path = Path(path_or_hf_repo)
-    if path.exists():
+    if path_or_hf_repo and path.exists():
         return path
     check_repository_name(path_or_hf_repo)
-    return hf_repo_to_path(path_or_hf_repo)
+    return Path(
+        snapshot_download(
+            path_or_hf_repo,
+            revision=revision,
+            allow_patterns=DEFAULT_ALLOW_PATTERNS,
+            local_files_only=True,
+        )
+    )
 
 
 def check_repository_name(name: str) -> None:
     """Raises CheckpointError for a path that does not exist and cannot be a repository."""
     if name.count("/") != 1 or name[0] in "./~":
-        raise CheckpointError(f"{name} does not exist; give a directory or ORG/REPO.")
+        raise CheckpointError(f"{name!r} does not exist; give a directory or ORG/REPO.")
 
 
 @dataclass(frozen=True)
@@ -107,9 +154,12 @@ def find_drafter(model_path: Path) -> Found:
     checkpoint = Checkpoint.open(model_path)
     if has_head(checkpoint):
         return Found(model_path)
-    own = model_path.resolve()
+    # A link's neighbours count as well as those of what it leads to.
+    places = [model_path.absolute(), model_path.resolve()]
     fitting, passed_over = [], []
-    for path in sorted(set(own.parent.glob("*-[Mm][Tt][Pp]*")) - {own}):
+    for path in sorted({p for own in places for p in own.parent.glob("*-[Mm][Tt][Pp]*")}):
+        if path in places:
+            continue
         try:
             faults = misfits(Checkpoint.open(path), checkpoint)
         except SpecError as error:
@@ -119,7 +169,7 @@ def find_drafter(model_path: Path) -> Found:
         else:
             fitting.append(path)
     if fitting:
-        alike = [len(commonprefix([path.name, own.name])) for path in fitting]  # noqa: RUF071
+        alike = [len(commonprefix([path.name, places[0].name])) for path in fitting]  # noqa: RUF071
         return Found(fitting[alike.index(max(alike))])
     why = "no mtp.* weights among the model's own and no *-MTP* drafter beside it"
     return Found(None, "; ".join([why, *passed_over]))
@@ -131,9 +181,9 @@ def misfits(drafter: Checkpoint, model: Checkpoint) -> list[str]:
         return ["it is not a drafter"]
     own, theirs = (c.section("text_config") or c.config for c in (drafter, model))
     return [
-        f"its {name} is {own.get(key)} and the model's {theirs.get(key)}"
-        for key, name in [("hidden_size", "hidden size"), ("vocab_size", "vocabulary")]
-        if own.get(key) != theirs.get(key)
+        f"its {key} is {own[key]} and the model's {theirs[key]}"
+        for key in SHAPE
+        if key in own and key in theirs and own[key] != theirs[key]
     ]
 
 
@@ -142,6 +192,8 @@ def load_drafter(path: str | Path, target: Target) -> NextNDrafter:
 
     Raises: NoDrafter, Incompatible or CheckpointError.
     """
+    if not str(path):
+        raise CheckpointError("The name of the drafter is empty; give a directory.")
     dtype = target.embed(mx.array([[0]])).dtype
     return NextNDrafter(build_head(read_head(Checkpoint.open(path), dtype)), target)
 
@@ -170,7 +222,7 @@ def is_drafter(checkpoint: Checkpoint) -> bool:
 def check_model(path_or_hf_repo: str) -> None:
     """Raises SpecError where a local path does not hold a model that mlx-lm could load."""
     path = Path(path_or_hf_repo)
-    if not path.exists():
+    if not path_or_hf_repo or not path.exists():
         return check_repository_name(path_or_hf_repo)
     checkpoint = Checkpoint.open(path)
     if is_drafter(checkpoint):

@@ -209,6 +209,46 @@ def test_generate_with_a_missing_prompt_cache():
     assert_one_sentence(result, 1, "nowhere.safetensors")
 
 
+def test_a_prompt_cache_file_brings_its_model(tmp_path):
+    """As with mlx_lm.generate, --model may be left out."""
+    file = tmp_path / "cache.safetensors"
+    subprocess.run(
+        [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", TRAINED, "--prompt", "a b c"]
+        + ["--prompt-cache-file", str(file)],
+        check=True,
+        capture_output=True,
+    )
+    options = ["--prompt-cache-file", str(file), "-p", "x", "-m", "12", "--verbose", "F"]
+    theirs = subprocess.run(
+        [sys.executable, "-m", "mlx_lm", "generate", *options], capture_output=True, check=True
+    )
+    ours = subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "generate", *options, "--require-spec"],
+        capture_output=True,
+        check=True,
+    )
+    assert ours.stdout == theirs.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--chat-template-config", "[1]"], "not a JSON object"),
+        (["--chat-template-config", "{"], ""),
+        (["--draft-model", ""], "does not exist"),
+        (["--image", "nowhere.png"], ""),
+        (["--kv-bits", "3", "--quantized-kv-start", "0", "--kv-group-size", "7"], ""),
+    ],
+)
+def test_bad_options_are_one_sentence(options, words):
+    result = run("generate", "--model", TRAINED, "-m", 4, "--verbose", "F", *options)
+    assert_one_sentence(result, 1, words)
+
+
+def test_inspect_nothing():
+    assert_one_sentence(run("inspect", ""), 1, "does not exist")
+
+
 def test_an_unknown_option_is_a_usage_error():
     result = subprocess.run(
         [sys.executable, "-m", "mlx_spec", "generate", "--no-such-option"],

@@ -302,18 +302,71 @@ def test_the_layout_of_the_convolutions_decides_first(mlx_layout, metadata, tmp_
     assert_holds(tmp_path / "out", folded)
 
 
-@pytest.mark.parametrize(("metadata", "added"), [({"format": "pt"}, 1), ({"format": "mlx"}, 0)])
-def test_then_the_format_of_the_file_that_holds_the_head(metadata, added, tmp_path):
+def save_head_apart(source, path, metadata):
+    """A trunk with an index, and the head in a file of its own beside it."""
+    trunk, head = split_trunk_and_head(source)
+    path = save_grouped(source, path, [trunk])
+    write_file(path / "mtp.safetensors", {n: source.tensors[n] for n in head}, metadata)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metadata", "mlx_trunk", "added"),
+    [({"format": "pt"}, False, 1), ({"format": "pt"}, True, 1), ({"format": "mlx"}, True, 0)],
+)
+def test_then_the_format_of_the_file_that_holds_the_head(metadata, mlx_trunk, added, tmp_path):
     source = load("qwen3-5")
     raw = decode(source.tensors["mtp.norm.weight"])
-    trunk, head = split_trunk_and_head(source)
-    path = save_grouped(source, tmp_path / "model", [trunk])
-    extra = {name: source.tensors[name] for name in head}
-    write_file(path / "mtp.safetensors", extra, metadata)
+    if mlx_trunk:
+        to_mlx_layout(source)
+        source.tensors["mtp.norm.weight"] = encode(raw, "BF16")
+    path = save_head_apart(source, tmp_path / "model", metadata)
     report = convert(path, tmp_path / "out")
     written = decode(weights_of(tmp_path / "out")["norm.weight"])
     np.testing.assert_array_equal(written, rounded(raw + added, "BF16"))
     assert report.norm_evidence == f"format {metadata['format']} of mtp.safetensors"
+
+
+def test_a_head_that_mlx_wrote_beside_an_unconverted_trunk_is_refused(tmp_path):
+    path = save_head_apart(load("qwen3-5"), tmp_path / "model", {"format": "mlx"})
+    with pytest.raises(CheckpointError, match="differ in how they store norms"):
+        convert(path, tmp_path / "out")
+
+
+def test_then_the_convolutions_of_another_file(tmp_path):
+    source = load("qwen3-5")
+    raw = decode(source.tensors["mtp.norm.weight"])
+    path = save_head_apart(source, tmp_path / "model", None)
+    report = convert(path, tmp_path / "out")
+    written = decode(weights_of(tmp_path / "out")["norm.weight"])
+    np.testing.assert_array_equal(written, rounded(raw + 1, "BF16"))
+    assert report.norm_evidence.startswith("layout of conv1d in model-00001")
+
+
+def test_a_dedicated_embedding_that_is_announced_but_absent(tmp_path):
+    source = load("qwen3-5")
+    source.config["text_config"]["mtp_use_dedicated_embeddings"] = True
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight"):
+        convert(save(source, tmp_path / "model"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("left_there", [[], [".DS_Store"]])
+def test_an_empty_directory_is_written_into(left_there, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in left_there:
+        (tmp_path / "out" / name).touch()
+    convert(reference("qwen3-5"), tmp_path / "out")
+    convert(reference("qwen3-5"), tmp_path / "again")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "again")
+
+
+def test_qwen3_next_keeps_its_rope_scaling(tmp_path):
+    source = load("qwen3-next")
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    source.config["rope_scaling"] = scaling
+    convert(save(source, tmp_path / "model"), tmp_path / "out")
+    rope = build(tmp_path / "out").layers[0].self_attn.rope
+    assert type(rope).__name__ == "YarnRoPE"
 
 
 @pytest.mark.parametrize(("recorded", "added"), [("minus_one", 1), ("folded", 0)])

@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.utils import load_model
 
 import mlx_spec
 from mlx_spec.convert import convert
@@ -52,6 +54,70 @@ def test_a_damaged_or_alien_sibling_is_passed_over_and_named(model_dir):
     detail = pairing_of(model).detail
     assert "Tiny-MTP-damaged beside it does not fit" in detail
     assert "Tiny-mtp-model beside it does not fit: it is not a drafter" in detail
+
+
+def test_siblings_of_a_link_are_found(model_dir, tmp_path):
+    strip_head(model_dir)
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "Qwen-4bit").symlink_to(model_dir)
+    convert(checkpoint_path(NAME), links / "Qwen-MTP")
+    assert find_drafter(links / "Qwen-4bit").path == links / "Qwen-MTP"
+    convert(checkpoint_path(NAME), model_dir.parent / "Qwen-MTP-of-the-original")
+    (links / "Qwen-MTP").rename(links / "elsewhere")
+    found = find_drafter(links / "Qwen-4bit").path
+    assert found == model_dir.parent / "Qwen-MTP-of-the-original"
+
+
+def test_a_sibling_of_a_deeper_model_does_not_fit(model_dir):
+    convert(model_dir, model_dir.parent / "Tiny-MTP")
+    config = model_dir.parent / "Tiny-MTP" / "config.json"
+    rewrite(config, num_hidden_layers=64)
+    strip_head(model_dir)
+    found = find_drafter(model_dir)
+    assert found.path is None
+    assert "its num_hidden_layers is 64 and the model's 4" in found.why_not
+
+
+def test_the_config_is_returned_as_mlx_lm_does(model_dir):
+    ours = load(str(model_dir), None, None, None, False, True)
+    theirs = mlx_lm.load(str(model_dir), None, None, None, False, True)
+    assert len(ours) == 3
+    assert ours[2] == theirs[2]
+
+
+def test_an_ordinary_draft_model_for_a_family_without_a_fast_path(tmp_path):
+    """mlx-lm's own speculative decoding."""
+    model, _ = load_model(make_llama(tmp_path / "llama"))
+    paths = [str(tmp_path / "llama")] * 2
+    model, tokenizer = load(paths[0], draft_model=paths[1])
+    assert isinstance(pairing_of(model).drafter, type(model))
+    got = list(mlx_spec.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=12))
+    expected = list(mlx_lm.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=12))
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert any(r.from_draft for r in got)
+    assert got[-1].spec.reason == "stock-draft-model"
+
+
+def make_llama(path):
+    """A random model of another family with the reference tokenizer."""
+    path.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_path(NAME) / file, path)
+    mx.random.seed(1)
+    llama.Model(llama.ModelArgs.from_dict(config)).save_weights(str(path / "model.safetensors"))
+    return path
 
 
 def test_without_a_drafter_the_model_is_loaded_all_the_same(model_dir):
@@ -193,8 +259,10 @@ def test_a_head_that_lacks_a_tensor_is_named(model_dir):
     mx.eval(weights)
     del weights["mtp.layers.0.self_attn.k_norm.weight"]
     mx.save_safetensors(str(model_dir / "model.safetensors"), weights, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_norm\.weight") as error:
         load(str(model_dir))
+    assert "--draft-model none" in str(error.value)
+    load(str(model_dir), draft_model="none")
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", 64), ("vocab_size", 1000)])

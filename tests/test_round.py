@@ -464,7 +464,7 @@ def test_a_growing_cache_is_not_kept_twice():
     old = weakref.ref(cache[3].keys)
     transaction = Transaction(p.target, cache)
     transaction.verify(mx.array(p.prompt[:8]))
-    assert cache[3].keys.shape[2] == 512
+    assert cache[3].keys.shape[2] > 256
     assert old() is None
     transaction.commit(2)
     transaction.abort()

@@ -168,6 +168,8 @@ def _match(checkpoint: Checkpoint, made: Recipes) -> tuple[dict[str, Any], Recip
     if quantization := _quantize(checkpoint, module, made):
         config |= {"quantization": quantization, "quantization_config": quantization}
     needed = {key: value.shape for key, value in dict(tree_flatten(module.parameters())).items()}
+    if config["text_config"].get("mtp_use_dedicated_embeddings"):
+        needed.setdefault("embed_tokens.weight", (module.args.vocab_size, module.args.hidden_size))
     _check_missing(checkpoint, made, needed)
     _check_shapes(checkpoint, made, needed)
     _check_dtypes(checkpoint, made, needed)

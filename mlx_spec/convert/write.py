@@ -53,15 +53,20 @@ def check_out(out: Path, source: Path) -> None:
     inside, around = out.resolve(), source.resolve()
     if inside.is_relative_to(around) or around.is_relative_to(inside):
         raise SpecError(f"{out} and the source {source} lie one in the other: choose another place")
-    if not out.exists():
+    if not out.exists() or (out.is_dir() and not _files(out)):
         return
     if not _is_drafter(out):
         raise SpecError(f"{out} exists and is not a drafter directory: choose another place")
-    if others := sorted({file.name for file in out.iterdir()} - {CONFIG, WEIGHTS, *TOKENIZER}):
+    if others := sorted(_files(out) - {CONFIG, WEIGHTS, *TOKENIZER}):
         raise SpecError(
             f"{out} is a drafter directory that also holds {others[0]}, which would be lost: "
             "move that away or choose another place"
         )
+
+
+def _files(path: Path) -> set[str]:
+    """Names of a directory's files, without those that a file manager leaves there."""
+    return {path.name for path in path.iterdir() if not path.name.startswith(".")}
 
 
 def write_drafter(

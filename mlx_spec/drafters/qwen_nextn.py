@@ -40,10 +40,10 @@ class ModelArgs(TextModelArgs):
         text = dict(config.get("text_config", config))
         if "rope_parameters" not in text:  # Qwen3-Next writes them flat
             text["rope_parameters"] = {
-                "type": "default",
+                "rope_type": "default",
                 "rope_theta": text.get("rope_theta", 10000.0),
                 "partial_rotary_factor": text.get("partial_rotary_factor", 0.25),
-            }
+            } | (text.get("rope_scaling") or {})
         text["rope_parameters"] = dict(text["rope_parameters"])
         layers = {key.split(".")[1] for key in weights if key.startswith("layers.")}
         text["mtp_num_hidden_layers"] = len(layers)
