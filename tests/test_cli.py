@@ -212,9 +212,9 @@ def test_generate_with_a_missing_prompt_cache():
 def test_a_prompt_cache_file_brings_its_model(tmp_path):
     """As with mlx_lm.generate, --model may be left out."""
     file = tmp_path / "cache.safetensors"
+    prompt = ["--model", TRAINED, "--prompt", "a b c", "--prompt-cache-file", str(file)]
     subprocess.run(
-        [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", TRAINED, "--prompt", "a b c"]
-        + ["--prompt-cache-file", str(file)],
+        [sys.executable, "-m", "mlx_lm", "cache_prompt", *prompt],
         check=True,
         capture_output=True,
     )
@@ -235,7 +235,7 @@ def test_a_prompt_cache_file_brings_its_model(tmp_path):
     [
         (["--chat-template-config", "[1]"], "not a JSON object"),
         (["--chat-template-config", "{"], ""),
-        (["--draft-model", ""], "does not exist"),
+        (["--draft-model", ""], "drafter is empty"),
         (["--image", "nowhere.png"], ""),
         (["--kv-bits", "3", "--quantized-kv-start", "0", "--kv-group-size", "7"], ""),
     ],
