@@ -4,7 +4,9 @@ A drafter is looked for in the model's own directory (an `mtp.*` head among its 
 beside it (a directory named `*-MTP*`). It shares the model's embedding and output matrix.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,8 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    model.mlx_spec = pair(model, tokenizer, local_path(path_or_hf_repo, revision), draft_model)
+    where = partial(local_path, path_or_hf_repo, revision)
+    model.mlx_spec = pair(model, tokenizer, where, draft_model)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -88,7 +91,10 @@ def pairing_of(model: nn.Module) -> Pairing:
     return Pairing(None, reason="no-drafter", detail="the model was not loaded by mlx_spec.load")
 
 
-def pair(model: nn.Module, tokenizer: Any, path: Path, draft_model: str | None) -> Pairing:
+def pair(
+    model: nn.Module, tokenizer: Any, where: Callable[[], Path], draft_model: str | None
+) -> Pairing:
+    """The drafter of a loaded model, whose files are `where` if they are asked for."""
     if draft_model in (None, "none"):
         return Pairing(None, reason="no-drafter", detail="none was asked for")
     try:
@@ -99,7 +105,7 @@ def pair(model: nn.Module, tokenizer: Any, path: Path, draft_model: str | None) 
         return Pairing(load_ordinary_model(draft_model, tokenizer), Path(draft_model))
     if draft_model != "auto":
         return Pairing(load_drafter(draft_model, target), Path(draft_model))
-    found = find_drafter(path)
+    found = find_drafter(where())
     if found.path is None:
         return Pairing(None, reason="no-drafter", detail=found.why_not)
     try:

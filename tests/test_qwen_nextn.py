@@ -1,5 +1,7 @@
 """The head against independent torch outputs, and how it learns and drafts."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -171,3 +173,17 @@ def test_a_drafter_of_another_shape_is_refused(key, value, words):
     setattr(head.args, key, value)
     with pytest.raises(Incompatible, match=words):
         NextNDrafter(head, p.target)
+
+
+def test_the_demo_head_is_trained():
+    """On code that it was not trained on (that which trained it): how often its draft is the
+    target's choice, with the real tokens before it."""
+    p = pair(DEMO)
+    text = (Path(__file__).parent.parent / "scripts" / "train_demo.py").read_text()
+    tokens = mx.array(p.tokenizer.encode(text)[:1500])
+    hidden, logits = p.target(tokens[None], [None] * 4)
+    embeddings = p.drafter.embed(tokens[None, 1:])
+    m = p.drafter.head(embeddings, hidden[:, :-1], 0, p.drafter.make_cache()[0])
+    drafts = mx.argmax(p.drafter.lm_head(m)[0], axis=-1)
+    choices = mx.argmax(logits[0, 1:], axis=-1)
+    assert mx.mean(drafts == choices).item() >= 0.55
