@@ -24,7 +24,8 @@ from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
 from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
-from mlx_spec.targets import Target, target_for
+from mlx_spec.targets import target_for
+from mlx_spec.targets.target import Target
 
 # What the configuration of a head has in common with that of its model.
 SHAPE = (

@@ -14,18 +14,13 @@ later is undone first: both put every cache into a state that depends on the num
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from mlx_spec.errors import Incompatible
-
-if TYPE_CHECKING:
-    from mlx_spec.targets import Target
-
-# keep -> the recurrent state after the first `keep` rows of a recorded forward
-Replay = Callable[[int], mx.array]
+from mlx_spec.targets.target import Replay, Target
 
 
 class AppendedRows:
@@ -123,7 +118,7 @@ def check_caches(caches: list[Any]) -> None:
 
 
 class Transaction:
-    def __init__(self, target: "Target", caches: list[Any]):
+    def __init__(self, target: Target, caches: list[Any]):
         self.target = target
         self.caches = caches
         self.entries = list(caches)

@@ -23,7 +23,7 @@ from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.randomness import integers
 from mlx_spec.rollback import Transaction
 from mlx_spec.stats import SpecStats
-from mlx_spec.targets import Target
+from mlx_spec.targets.target import Target
 
 
 @dataclass(frozen=True)

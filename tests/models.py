@@ -17,7 +17,8 @@ from mlx_spec.drafters.qwen_nextn import NextNDrafter
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import load_drafter
 from mlx_spec.round import Request
-from mlx_spec.targets import Target, target_for
+from mlx_spec.targets import target_for
+from mlx_spec.targets.target import Target
 
 REFERENCE = Path(__file__).parent / "reference"
 RANDOM = ["qwen3-5", "qwen3-5-tied", "qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]

@@ -22,7 +22,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mlx_spec.drafters import Pick
 from mlx_spec.errors import Incompatible
-from mlx_spec.targets import Target
+from mlx_spec.targets.target import Target
 
 
 @dataclass

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_next
 
 from mlx_spec.errors import Incompatible
-from mlx_spec.rollback import Replay
+from mlx_spec.targets.target import Replay
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 MODELS = (qwen3_5.Model, qwen3_next.Model)  # qwen3_5_moe.Model is a qwen3_5.Model
