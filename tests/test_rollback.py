@@ -19,6 +19,7 @@ from models import (
     make_request,
     often_right,
     pair,
+    right,
 )
 
 ROWS = 6
@@ -159,17 +160,29 @@ def test_quantised_caches(bits, start):
 QUANTISED = {"kv_bits": 8, "kv_group_size": 32}
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3, 6])
-@pytest.mark.parametrize("start", [24, 27, 30])
-def test_quantisation_is_where_stock_leaves_it(start, max_tokens):
+@pytest.mark.parametrize("max_tokens", [1, 3, 12])
+@pytest.mark.parametrize("start", [24, 25, 27, 30])
+def test_quantisation_is_where_stock_has_it(start, max_tokens):
+    """No block of rows straddles the point, though all drafts are right."""
     p = pair("qwen3-5-trained")
     options = QUANTISED | {"quantized_kv_start": start, "max_tokens": max_tokens}
     stock, ours = make_prompt_cache(p.model), make_prompt_cache(p.model)
     prompt = mx.array(p.prompt)
-    expected = [t for t, _ in generate_step(prompt, p.model, prompt_cache=stock, **options)]
-    step = speculative_generate_step(prompt, p.model, p.drafter, prompt_cache=ours, **options)
-    assert [t for t, _, _ in step] == expected
+    expected = list(generate_step(prompt, p.model, prompt_cache=stock, **options))
+    drafter = ScriptedDrafter(p.drafter, right(p.prompt + [t for t, _ in expected]))
+    step = speculative_generate_step(
+        prompt, p.model, drafter, num_draft_tokens=5, prompt_cache=ours, **options
+    )
+    got = list(step)
+    assert_same_draws(got, expected)
+    assert max_tokens == 1 or any(from_draft for _, _, from_draft in got)
     assert_same_caches(ours, stock)
+
+
+def assert_same_draws(got, expected):
+    assert [t for t, *_ in got] == [t for t, _ in expected]
+    for (_, a, _), (_, b) in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -181,9 +194,7 @@ def test_a_kept_cache_is_quantised_after_the_first_forward(turn):
     prompt = mx.array(p.prompt[:turn])
     expected = list(generate_step(prompt, p.model, prompt_cache=stock, **options))
     got = list(speculative_generate_step(prompt, p.model, p.drafter, prompt_cache=ours, **options))
-    assert [t for t, *_ in got] == [t for t, _ in expected]
-    for (_, a, _), (_, b) in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_draws(got, expected)
     assert_same_caches(ours, stock)
 
 
