@@ -71,7 +71,8 @@ def generation_parser() -> argparse.ArgumentParser:
     changed["draft_model"].default = "auto"
     changed["draft_model"].help = (
         "A drafter directory; 'auto': a head inside the model's directory, else a sibling *-MTP* "
-        "directory; 'none': no drafting. Default: auto."
+        "directory; 'none': no drafting. For families that mlx-spec does not know, a draft model "
+        "as mlx_lm.generate takes it. Default: auto."
     )
     changed["num_draft_tokens"].help = "Tokens to draft in a round; 0: none. Default: 3."
     parser.add_argument(

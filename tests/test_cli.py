@@ -236,7 +236,6 @@ def test_a_prompt_cache_file_brings_its_model(tmp_path):
         (["--chat-template-config", "[1]"], "not a JSON object"),
         (["--chat-template-config", "{"], ""),
         (["--draft-model", ""], "drafter is empty"),
-        (["--image", "nowhere.png"], ""),
         (["--kv-bits", "3", "--quantized-kv-start", "0", "--kv-group-size", "7"], ""),
     ],
 )
