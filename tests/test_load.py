@@ -197,6 +197,37 @@ def test_a_quantised_target_and_a_quantised_drafter(model_dir, tmp_path):
         assert got[-1].spec.drafted > 0
 
 
+def test_what_a_user_has(tmp_path):
+    """A mixture of experts in 4 bits without its head, a 4-bit drafter beside it."""
+    source = checkpoint_path("qwen3-6-moe-trained")
+    path = tmp_path / "Model-4bit"
+    mlx_lm.convert(str(source), mlx_path=str(path), quantize=True, q_group_size=32)
+    convert(source, tmp_path / "Model-MTP", quantize=True, q_bits=4, q_group_size=32)
+    model, tokenizer = load(str(path))
+    assert pairing_of(model).path == tmp_path / "Model-MTP"
+    tokenizer.eos_token_ids = []
+    expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=60))
+    got = list(mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=60))
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert got[-1].spec.drafted > got[-1].spec.accepted > 0
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_half_precision(dtype, model_dir):
+    model, tokenizer = mlx_lm.load(str(model_dir))
+    model.set_dtype(dtype)
+    tokenizer.eos_token_ids = []
+    drafter = load_drafter(model_dir, mlx_spec.targets.target_for(model))
+    expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=60))
+    got = list(
+        mlx_spec.stream_generate(
+            model, tokenizer, "hello there", max_tokens=60, draft_model=drafter
+        )
+    )
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert got[-1].spec.drafted > got[-1].spec.accepted > 0
+
+
 def truncate(path):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
