@@ -12,6 +12,7 @@ from weakref import WeakSet
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from mlx_spec.candidates import Candidates
 from mlx_spec.randomness import generator_state, integers, set_generator_state
 
 
@@ -31,8 +32,9 @@ class Draws:
 class Acceptance(Protocol):
     def begin(self) -> None: ...
 
-    def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
-        """A draft from the drafter's logits (1, V), after `drafts`. Returns (1,)."""
+    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+        """A draft from the drafter's logits, (1, V) or of candidates, after `drafts`.
+        Returns (1,)."""
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
         """Tokens from the target's logits (1, n+1, V); row k follows the first k drafts."""
@@ -50,8 +52,8 @@ class Greedy:
     def begin(self) -> None:
         pass
 
-    def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
-        return mx.argmax(logits, axis=-1)
+    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+        return logits.best() if isinstance(logits, Candidates) else mx.argmax(logits, axis=-1)
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
         rows = logits[0]  # (n+1, V)
@@ -93,7 +95,9 @@ class Stock:
             Stock.under_way.add(self)
         self._restore(self.key)
 
-    def pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+        if isinstance(logits, Candidates):
+            logits = logits.over_vocabulary()
         return self._draw_one(logits, drafts)[0]
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:

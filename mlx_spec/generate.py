@@ -31,6 +31,7 @@ from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import pairing_of
 from mlx_spec.rollback import check_caches
 from mlx_spec.round import Request, speculate
+from mlx_spec.sliding_window import in_time_order, settled
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
 
@@ -105,11 +106,12 @@ def speculative_generate_step(
     stats = stats if stats is not None else SpecStats()
     stats.kind, stats.num_draft_tokens = draft_model.kind, num_draft_tokens
 
-    layers = len(model.layers)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, max_kv_size=max_kv_size)
-    caches, draft_caches = prompt_cache[:layers], prompt_cache[layers:]
-    check_caches(caches)
+    own = caches_of(model, prompt_cache)
+    check_caches(own)
+    draft_caches = prompt_cache[len(own) :]
+    caches = in_time_order(own)
     request = Request(
         target_for(model),
         draft_model,
@@ -130,7 +132,14 @@ def speculative_generate_step(
                     progress(len(prompt), len(prompt))
                 yield token
     finally:
-        prompt_cache[:layers] = caches  # mlx-lm replaces entries where it quantises
+        prompt_cache[: len(own)] = settled(caches)  # mlx-lm replaces entries where it quantises
+
+
+def caches_of(model: nn.Module, prompt_cache: list[Any] | None) -> list[Any]:
+    """The model's own caches in a list that may also hold the drafter's. There may be fewer of
+    them than layers: some layers of Gemma-4 use those of others."""
+    own = make_prompt_cache(model)
+    return own if prompt_cache is None else prompt_cache[: len(own)]
 
 
 def stream_generate(
@@ -203,9 +212,7 @@ def choose_drafter(
             stats.reason = "unsupported-model"
             target_for(model)
             stats.reason = "unsupported-cache"
-            check_caches(
-                (options.get("prompt_cache") or make_prompt_cache(model))[: len(model.layers)]
-            )
+            check_caches(caches_of(model, options.get("prompt_cache")))
             stats.reason = None
             return drafter
         except Incompatible as error:

@@ -4,7 +4,8 @@
     hidden, logits = transaction.verify(tokens)      # T rows
     transaction.commit(keep)                         # the first `keep` rows stay
 
-- `KVCache`, `QuantizedKVCache`: rows are appended; a shorter offset drops them.
+- `KVCache`, `QuantizedKVCache`: rows are appended; a shorter offset drops them. So it is with
+  `SlidingWindow`, in which a `RotatingKVCache` is decoded.
 - `ArraysCache` of a gated-delta layer: the forward runs on a stand-in, and the cache itself
   changes with the commit. The conv window after each row comes from the forward; the recurrent
   state is replayed from the recorded inputs of the recurrence. No second pass of the model.
@@ -14,38 +15,41 @@ later is undone first: both put every cache into a state that depends on the num
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_spec.errors import Incompatible
+from mlx_spec.sliding_window import SlidingWindow, check_ring
 from mlx_spec.targets.target import Replay, Target
+
+Appended: TypeAlias = KVCache | QuantizedKVCache | SlidingWindow
 
 
 class AppendedRows:
-    """`KVCache` and `QuantizedKVCache`."""
+    """`KVCache`, `QuantizedKVCache` and `SlidingWindow`."""
 
-    def __init__(self, cache: KVCache | QuantizedKVCache):
+    def __init__(self, cache: Appended):
         self.cache = cache
         self.begin = cache.offset
-        self.arrays: Any = (cache.keys, cache.values)  # while a forward is being built
+        self.before: dict[str, Any] | None = dict(vars(cache))  # while a forward is being built
 
-    def stand_in(self, lengths: mx.array) -> KVCache | QuantizedKVCache:
+    def stand_in(self, lengths: mx.array) -> Appended:
         """The cache to run a forward on; `lengths` is [1, ..., number of rows]."""
         return self.cache
 
     def built(self) -> None:
         """The update is complete, so the offset says it all. The arrays of before must not
         outlive it: where a cache grows, they are another copy of it."""
-        self.arrays = None
+        self.before = None
 
     def commit(self, keep: int) -> None:
         self.cache.offset = self.begin + keep
 
     def abort(self) -> None:
-        if self.arrays is not None:
-            self.cache.keys, self.cache.values = self.arrays
+        if self.before is not None:
+            self.cache.__dict__.update(self.before)
         elif self.begin == 0:
             self.cache.keys = self.cache.values = None
         self.cache.offset = self.begin
@@ -103,14 +107,17 @@ class EveryWindow(ArraysCache):
 RULES: dict[type, type[AppendedRows] | type[RecurrentState]] = {
     KVCache: AppendedRows,
     QuantizedKVCache: AppendedRows,
+    SlidingWindow: AppendedRows,
     ArraysCache: RecurrentState,
 }
 
 
 def check_caches(caches: list[Any]) -> None:
-    """Raises Incompatible that names the first cache class without a rule."""
+    """Raises Incompatible that names the first cache without a rule."""
     for cache in caches:
-        if type(cache) not in RULES:
+        if type(cache) is RotatingKVCache:
+            check_ring(cache)
+        elif type(cache) not in RULES:
             raise Incompatible(
                 f"A cache of class {type(cache).__name__} cannot be rolled back, "
                 "so this model is decoded without drafts."

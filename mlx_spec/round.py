@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.accept import Acceptance, Draws
+from mlx_spec.candidates import Candidates
 from mlx_spec.drafters import Drafter
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.randomness import integers
@@ -136,7 +137,12 @@ class Request:
             drafts: list[mx.array] = []
             if n > 0 and unlearnt is not None:
                 drafts = self.drafter.draft(
-                    unlearnt.tokens, unlearnt.hidden, n, self._pick, self.draft_caches
+                    unlearnt.tokens,
+                    unlearnt.hidden,
+                    n,
+                    self._pick,
+                    self.draft_caches,
+                    self.caches,
                 )
                 self.unlearnt = None
             hidden, logits = transaction.verify(mx.concatenate([self.pending, *drafts]))
@@ -201,7 +207,7 @@ class Request:
             pairs, self.unlearnt = self.unlearnt, None
             self.drafter.extend(pairs.tokens, pairs.hidden, self.draft_caches)
 
-    def _pick(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+    def _pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
         """The device works on a draft while the next one is built."""
         draft = self.law.pick(logits, drafts)
         mx.async_eval(draft)

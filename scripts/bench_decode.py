@@ -56,6 +56,7 @@ from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import pairing_of
 from mlx_spec.randomness import integers
 from mlx_spec.round import Request, speculate
+from mlx_spec.sliding_window import in_time_order
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
 
@@ -227,9 +228,8 @@ class TimedLaw(Greedy):
 class TimedDrafter:
     """Waits for the caches of the round before, then for the drafts."""
 
-    def __init__(self, inner: Drafter, caches: list[Any], timings: Timings):
+    def __init__(self, inner: Drafter, timings: Timings):
         self.inner = inner
-        self.target_caches = caches
         self.timings = timings
         self.kind = inner.kind
         self.make_cache = inner.make_cache
@@ -238,13 +238,19 @@ class TimedDrafter:
         self.rewind = inner.rewind
 
     def draft(
-        self, tokens: mx.array, hidden: mx.array, n: int, pick: Pick, caches: list[Any]
+        self,
+        tokens: mx.array,
+        hidden: mx.array,
+        n: int,
+        pick: Pick,
+        caches: list[Any],
+        target_caches: list[Any],
     ) -> list[mx.array]:
         """`pick` is not used: it starts the device on each draft before the graph is ready."""
-        states = [cache.state for cache in self.target_caches]
+        states = [cache.state for cache in target_caches]
         with self.timings.of("commit", n):
             mx.eval(states)
-        drafts = self.inner.draft(tokens, hidden, n, Greedy().pick, caches)
+        drafts = self.inner.draft(tokens, hidden, n, Greedy().pick, caches, target_caches)
         with self.timings.of("draft", n):
             mx.eval(drafts)
         return drafts
@@ -252,13 +258,13 @@ class TimedDrafter:
 
 def time_parts(model: Any, prompt: list[int], n: int, max_tokens: int, timings: Timings) -> None:
     """The rounds of a generation, one part after the other."""
-    drafter, caches = pairing_of(model).drafter, make_prompt_cache(model)
+    drafter = pairing_of(model).drafter
     assert drafter is not None
     request = Request(
         target_for(model),
-        TimedDrafter(drafter, caches, timings),
+        TimedDrafter(drafter, timings),
         TimedLaw(timings),
-        caches,
+        in_time_order(make_prompt_cache(model)),
         drafter.make_cache(),
         n,
         mx.array(prompt, mx.uint32),

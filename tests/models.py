@@ -1,5 +1,7 @@
 """The models that tests share: tiny reference checkpoints, loaded in float32 with their heads."""
 
+import copy
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,15 +10,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec.accept import Acceptance, Greedy
 from mlx_spec.demo import demo_model
-from mlx_spec.drafters.qwen_nextn import NextNDrafter
+from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.gemma4_assistant import AssistantDrafter, Gemma4Assistant, ModelArgs
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import load_drafter
 from mlx_spec.round import Request
+from mlx_spec.sliding_window import SlidingWindow, in_time_order
 from mlx_spec.targets import target_for
 from mlx_spec.targets.target import Target
 
@@ -24,6 +28,9 @@ REFERENCE = Path(__file__).parent / "reference"
 RANDOM = ["qwen3-5", "qwen3-5-tied", "qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]
 TRAINED = ["qwen3-5-trained", "qwen3-6-moe-trained"]
 DEMO = "demo"
+GEMMA_RANDOM = ["gemma4-dense", "gemma4-e2b", "gemma4-moe"]
+GEMMA_TRAINED = ["gemma4-dense-trained", "gemma4-e2b-trained"]
+WINDOW = 8  # of the Gemma checkpoints, in tokens
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,19 @@ class Pair:
     model: nn.Module
     tokenizer: Any  # without end tokens
     target: Target
-    drafter: NextNDrafter
+    drafter: Drafter
     prompt: list[int]
+
+    @property
+    def layers(self) -> int:
+        """How many caches the model has."""
+        return len(make_prompt_cache(self.model))
+
+    @property
+    def full(self) -> int:
+        """The cache whose offset counts tokens and whose rows are all kept."""
+        kinds = [type(c) for c in make_prompt_cache(self.model)]
+        return kinds.index(KVCache)
 
 
 def checkpoint_path(name: str) -> Path:
@@ -52,10 +70,21 @@ def dump(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(REFERENCE / "dumps" / f"{name}.npz"))
 
 
-@cache
-def pair(name: str) -> Pair:
+def drafter_path(name: str) -> Path:
     path = checkpoint_path(name)
-    model, _ = load_model(path)
+    assistant = path.with_name(f"{path.name}-assistant")
+    return assistant if assistant.exists() else path
+
+
+@cache
+def pair(name: str, window: int | None = None) -> Pair:
+    """`window`: in place of the sliding window of the checkpoint."""
+    path = checkpoint_path(name)
+    changes = {}
+    if window is not None:
+        text = json.loads((path / "config.json").read_text())["text_config"]
+        changes = {"text_config": text | {"sliding_window": window}}
+    model, _ = load_model(path, model_config=changes)
     model.set_dtype(mx.float32)
     tokenizer = load_tokenizer(path)
     if name == DEMO:
@@ -66,7 +95,16 @@ def pair(name: str) -> Pair:
         prompt = dump(f"{name}_generate")["prompt"].reshape(-1).tolist()
     tokenizer.eos_token_ids = []
     target = target_for(model)
-    return Pair(path, model, tokenizer, target, load_drafter(path, target), prompt)
+    drafter = load_assistant if "gemma" in name else load_drafter
+    return Pair(path, model, tokenizer, target, drafter(drafter_path(name), target), prompt)
+
+
+def load_assistant(path: Path, target: Any) -> AssistantDrafter:
+    config = json.loads((path / "config.json").read_text())
+    head = Gemma4Assistant(ModelArgs.from_config(config))
+    head.load_weights(str(path / "model.safetensors"))
+    head.set_dtype(mx.float32)
+    return AssistantDrafter(head, target)
 
 
 def make_request(
@@ -84,7 +122,7 @@ def make_request(
         pair.target,
         drafter,
         law or Greedy(),
-        make_prompt_cache(pair.model),
+        in_time_order(make_prompt_cache(pair.model)),
         drafter.make_cache(),
         num_draft_tokens,
         mx.array(prompt, mx.uint32),
@@ -100,7 +138,7 @@ class ScriptedDrafter:
 
     kind = "scripted"
 
-    def __init__(self, inner: NextNDrafter, script):
+    def __init__(self, inner: Drafter, script):
         self.inner = inner
         self.script = script
         self.make_cache = inner.make_cache
@@ -108,9 +146,10 @@ class ScriptedDrafter:
         self.position = inner.position
         self.extend = inner.extend
 
-    def draft(self, tokens, hidden, n, pick, caches):
+    def draft(self, tokens, hidden, n, pick, caches, target_caches):
         self.inner.extend(tokens, hidden, caches)
-        next_position = caches[0].offset + 1
+        offsets = [c.offset for c in target_caches if hasattr(c, "offset")]
+        next_position = offsets[0] + 1
         proposals = self.script(next_position, n)
         assert len(proposals) == n
         return [mx.array([token], mx.uint32) for token in proposals]
@@ -135,23 +174,29 @@ def often_right(text: list[int], vocab_size: int):
 
 
 def cache_arrays(cache: Any) -> list[mx.array]:
-    """The valid contents of a cache: rows up to the offset, or the recurrent state."""
-    if type(cache) is KVCache:
-        if cache.keys is None or cache.offset == 0:
-            return []
-        return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
+    """The valid contents of a cache: rows up to the offset, those in the window in time order,
+    or the recurrent state."""
+    if type(cache) is RotatingKVCache:
+        cache = SlidingWindow(copy.copy(cache))  # which takes the arrays of what it is given
+    if type(cache) in (KVCache, SlidingWindow):
+        return [] if cache.keys is None or cache.offset == 0 else list(cache.keys_and_values())
     if hasattr(cache, "bits"):
         return [x[..., : cache.offset, :] for x in (*cache.keys, *cache.values)]
     return [x for x in cache.cache if x is not None]
 
 
-def assert_same_caches(got: list[Any], expected: list[Any]) -> None:
-    """Byte for byte: classes, offsets, rows and states."""
-    assert [type(c) for c in got] == [type(c) for c in expected]
+def assert_same_caches(got: list[Any], expected: list[Any], atol: float = 0.0) -> None:
+    """Classes, offsets, rows and states; byte for byte unless a tolerance is given.
+
+    A RotatingKVCache and the SlidingWindow in its place are the same."""
+    kinds = [[getattr(c, "ring", c) for c in caches] for caches in (got, expected)]
+    assert [type(c) for c in kinds[0]] == [type(c) for c in kinds[1]]
     for layer, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert getattr(a, "offset", None) == getattr(b, "offset", None), f"layer {layer}"
         arrays_a, arrays_b = cache_arrays(a), cache_arrays(b)
         assert len(arrays_a) == len(arrays_b), f"layer {layer}"
         for x, y in zip(arrays_a, arrays_b, strict=True):
             assert x.dtype == y.dtype
-            np.testing.assert_array_equal(np.array(x), np.array(y), err_msg=f"layer {layer}")
+            np.testing.assert_allclose(
+                np.array(x), np.array(y), rtol=0, atol=atol, err_msg=f"layer {layer}"
+            )

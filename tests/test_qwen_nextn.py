@@ -38,7 +38,7 @@ def test_parity_with_torch(name):
         logits.append(row[0])
         return argmax(row, drafts)
 
-    drafts = drafter.draft(tokens, hidden, 4, pick, drafter.make_cache())
+    drafts = drafter.draft(tokens, hidden, 4, pick, drafter.make_cache(), [])
     assert [d.item() for d in drafts] == reference["draft_tokens"].tolist()
     np.testing.assert_allclose(mx.stack(logits), reference["draft_logits"], atol=TOLERANCE)
 
@@ -54,7 +54,7 @@ def test_drafts_and_acceptance_of_a_trained_head(name):
         zip(reference["spec_seq_len_before"], reference["spec_drafts"], strict=True)
     )[:8]:
         known = mx.array(text[1:length])
-        drafts = drafter.draft(known, hidden[:, : length - 1], 3, argmax, drafter.make_cache())
+        drafts = drafter.draft(known, hidden[:, : length - 1], 3, argmax, drafter.make_cache(), [])
         assert [d.item() for d in drafts] == expected.tolist()
 
 
@@ -65,13 +65,13 @@ def test_learning_in_chunks_is_learning_at_once(name, chunks):
     tokens = mx.arange(5, 17)
     hidden = mx.random.normal((1, 12, drafter.head.args.hidden_size), key=mx.random.key(1))
     whole, parts = drafter.make_cache(), drafter.make_cache()
-    expected = drafter.draft(tokens, hidden, 3, argmax, whole)
+    expected = drafter.draft(tokens, hidden, 3, argmax, whole, [])
     start = 0
     for rows in chunks[:-1]:
         end = start + rows
         drafter.extend(tokens[start:end], hidden[:, start:end], parts)
         start = end
-    got = drafter.draft(tokens[start:], hidden[:, start:], 3, argmax, parts)
+    got = drafter.draft(tokens[start:], hidden[:, start:], 3, argmax, parts, [])
     assert [d.item() for d in got] == [d.item() for d in expected]
     assert parts[0].offset == whole[0].offset == 12
     np.testing.assert_array_equal(parts[0].keys[..., :12, :], whole[0].keys[..., :12, :])
@@ -117,7 +117,7 @@ def test_two_layers(chunks):
     start = 0
     for rows in chunks:
         end = start + rows
-        drafts = drafter.draft(tokens[start:end], hidden[:, start:end], 2, argmax, caches)
+        drafts = drafter.draft(tokens[start:end], hidden[:, start:end], 2, argmax, caches, [])
         expected = recomputed_drafts(drafter, tokens[:end], hidden[:, :end], 2)
         assert [d.item() for d in drafts] == expected
         assert [c.offset for c in caches[:2]] == [end, end - 1]
@@ -127,10 +127,10 @@ def test_two_layers(chunks):
 def test_second_layer_matters():
     drafter = two_layer_drafter()
     tokens, hidden = mx.arange(40, 49), mx.random.normal((1, 9, 128), key=mx.random.key(3))
-    two = drafter.draft(tokens, hidden, 6, argmax, drafter.make_cache())
+    two = drafter.draft(tokens, hidden, 6, argmax, drafter.make_cache(), [])
     one = pair("qwen3-5").drafter
     assert [d.item() for d in two] != [
-        d.item() for d in one.draft(tokens, hidden, 6, argmax, one.make_cache())
+        d.item() for d in one.draft(tokens, hidden, 6, argmax, one.make_cache(), [])
     ]
 
 
@@ -142,7 +142,7 @@ def test_rewind_forgets():
     position = drafter.position(caches)
     drafter.extend(mx.array([1, 2, 3]), hidden[:, 1:4], caches)
     drafter.rewind(caches, position)
-    got = drafter.draft(tokens[4:], hidden[:, 4:], 2, argmax, caches)
+    got = drafter.draft(tokens[4:], hidden[:, 4:], 2, argmax, caches, [])
     assert [d.item() for d in got] == recomputed_drafts(drafter, tokens, hidden, 2)
 
 
@@ -157,8 +157,8 @@ def test_dedicated_embedding_and_output_matrix_are_used():
     head.load_weights(list(weights.items()))
     dedicated = NextNDrafter(head, p.target)
     tokens, hidden = mx.array([7, 8]), mx.random.normal((1, 2, 128), key=mx.random.key(3))
-    flipped = p.drafter.draft(511 - tokens, hidden, 1, argmax, p.drafter.make_cache())
-    got = dedicated.draft(tokens, hidden, 1, argmax, dedicated.make_cache())
+    flipped = p.drafter.draft(511 - tokens, hidden, 1, argmax, p.drafter.make_cache(), [])
+    got = dedicated.draft(tokens, hidden, 1, argmax, dedicated.make_cache(), [])
     assert got[0].item() == 511 - flipped[0].item()
 
 

@@ -4,14 +4,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_spec import speculative_generate_step
 from mlx_spec.errors import Incompatible
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.rollback import Transaction, check_caches
+from mlx_spec.sliding_window import in_time_order
 from models import (
     DEMO,
+    GEMMA_RANDOM,
+    GEMMA_TRAINED,
     RANDOM,
     TRAINED,
     ScriptedDrafter,
@@ -27,7 +36,7 @@ ROWS = 6
 
 def plain_run(p, tokens, kv_quantization=None):
     """One token at a time through mlx-lm's model."""
-    caches = make_prompt_cache(p.model)
+    caches = in_time_order(make_prompt_cache(p.model))
     for token in tokens:
         p.model(mx.array([[token]]), cache=caches)
         if kv_quantization:
@@ -37,14 +46,14 @@ def plain_run(p, tokens, kv_quantization=None):
 
 
 def prefilled(p, tokens):
-    caches = make_prompt_cache(p.model)
+    caches = in_time_order(make_prompt_cache(p.model))
     if tokens:
         p.model(mx.array([tokens]), cache=caches)
     return caches
 
 
 @pytest.mark.parametrize("keep", range(1, ROWS + 1))
-@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO])
+@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO, *GEMMA_RANDOM, *GEMMA_TRAINED])
 def test_commit(name, keep):
     p = pair(name)
     tokens = p.prompt[: 5 + ROWS]
@@ -56,8 +65,9 @@ def test_commit(name, keep):
 
 
 @pytest.mark.parametrize("before", [0, 5])
-def test_abort(before):
-    p = pair("qwen3-5")
+@pytest.mark.parametrize("name", ["qwen3-5", "gemma4-e2b"])
+def test_abort(name, before):
+    p = pair(name)
     tokens = p.prompt[: before + ROWS]
     caches = prefilled(p, tokens[:before])
     transaction = Transaction(p.target, caches)
@@ -68,30 +78,34 @@ def test_abort(before):
     assert all(c.empty() for c in caches) == (before == 0)
 
 
-def test_abort_in_the_middle_of_a_forward(monkeypatch):
-    p = pair("qwen3-5")
-    caches = prefilled(p, p.prompt[:5])
+@pytest.mark.parametrize("before", [5, 19])
+@pytest.mark.parametrize("name", ["qwen3-5", "gemma4-dense", "gemma4-e2b"])
+def test_abort_in_the_middle_of_a_forward(name, before, monkeypatch):
+    p = pair(name)
+    tokens = (p.prompt * 2)[: before + 3]
+    caches = prefilled(p, tokens[:before])
     transaction = Transaction(p.target, caches)
-    mlp = type(p.target.text.model.layers[3].mlp)
-    calls = iter(range(4))
+    mlp = type(p.target.text.model.layers[0].mlp)
+    calls = iter(range(p.layers))
     original = mlp.__call__
 
-    def fail_in_the_last_layer(self, x):
-        if next(calls) == 3:
-            raise RuntimeError("after the attention of the last layer")
+    def fail_in_the_last_layer_with_a_cache(self, x):
+        if next(calls) == p.layers - 1:
+            raise RuntimeError("after the attention of that layer")
         return original(self, x)
 
-    monkeypatch.setattr(mlp, "__call__", fail_in_the_last_layer)
+    monkeypatch.setattr(mlp, "__call__", fail_in_the_last_layer_with_a_cache)
     with pytest.raises(RuntimeError):
-        transaction.verify(mx.array(p.prompt[5:8]))
+        transaction.verify(mx.array(tokens[before:]))
     monkeypatch.undo()
-    assert caches[3].offset == 8
+    assert caches[p.full].offset == before + 3
     transaction.abort()
-    assert_same_caches(caches, prefilled(p, p.prompt[:5]))
+    assert_same_caches(caches, prefilled(p, tokens[:before]))
 
 
-def test_commit_may_be_repeated_with_fewer_and_with_more_rows():
-    p = pair("qwen3-next")
+@pytest.mark.parametrize("name", ["qwen3-next", "gemma4-moe"])
+def test_commit_may_be_repeated_with_fewer_and_with_more_rows(name):
+    p = pair(name)
     tokens = p.prompt[: 5 + ROWS]
     caches = prefilled(p, tokens[:5])
     transaction = Transaction(p.target, caches)
@@ -101,8 +115,9 @@ def test_commit_may_be_repeated_with_fewer_and_with_more_rows():
         assert_same_caches(caches, plain_run(p, tokens[: 5 + keep]))
 
 
-def test_rolled_back_caches_go_on_to_the_same_logits():
-    p = pair("qwen3-6-moe")
+@pytest.mark.parametrize("name", ["qwen3-6-moe", "gemma4-moe"])
+def test_rolled_back_caches_go_on_to_the_same_logits(name):
+    p = pair(name)
     caches = prefilled(p, p.prompt[:5])
     transaction = Transaction(p.target, caches)
     transaction.verify(mx.array([*p.prompt[5:7], 9, 9, 9]))
@@ -199,9 +214,9 @@ def test_a_kept_cache_is_quantised_after_the_first_forward(turn):
 
 
 def test_unknown_cache_classes_are_refused_by_name():
-    check_caches([KVCache(), ArraysCache(2), KVCache().to_quantized()])
-    with pytest.raises(Incompatible, match="RotatingKVCache cannot be rolled back"):
-        check_caches([KVCache(), RotatingKVCache(8)])
+    check_caches([KVCache(), ArraysCache(2), KVCache().to_quantized(), RotatingKVCache(8)])
+    with pytest.raises(Incompatible, match="ChunkedKVCache cannot be rolled back"):
+        check_caches([KVCache(), ChunkedKVCache(8)])
 
 
 def test_subclasses_are_unknown_too():

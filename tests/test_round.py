@@ -409,7 +409,7 @@ def test_the_head_shares_the_targets_matrices(name):
     before = mx.get_active_memory()
     drafter = type(p.drafter)(p.drafter.head, p.target)
     caches = drafter.make_cache()
-    mx.eval(drafter.draft(mx.array([1]), mx.zeros((1, 1, h)), 2, Greedy().pick, caches))
+    mx.eval(drafter.draft(mx.array([1]), mx.zeros((1, 1, h)), 2, Greedy().pick, caches, []))
     gc.collect()
     used = mx.get_active_memory() - before
     assert 0 < used < 2 * caches[0].nbytes + p.target.vocab_size * 4 * 4

@@ -139,7 +139,13 @@ class NextNDrafter:
         self._learn(tokens, hidden, caches)
 
     def draft(
-        self, tokens: mx.array, hidden: mx.array, n: int, pick: Pick, caches: list[Any]
+        self,
+        tokens: mx.array,
+        hidden: mx.array,
+        n: int,
+        pick: Pick,
+        caches: list[Any],
+        target_caches: list[Any],
     ) -> list[mx.array]:
         layers = len(self.head.layers)
         m = self._learn(tokens, hidden, caches)  # (1, 1, H)

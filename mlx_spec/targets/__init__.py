@@ -3,19 +3,23 @@
 import mlx.nn as nn
 
 from mlx_spec.errors import Incompatible
-from mlx_spec.targets import qwen
+from mlx_spec.targets import gemma4, qwen
 from mlx_spec.targets.target import Target
+
+FAMILIES = (*qwen.FAMILIES, *gemma4.FAMILIES)  # model types
 
 
 def target_for(model: nn.Module) -> Target:
     """The Target of a loaded mlx-lm model. Raises Incompatible for other families."""
     if isinstance(model, qwen.MODELS):
         return qwen.QwenTarget(model)
+    if isinstance(model, gemma4.MODELS):
+        return gemma4.Gemma4Target(model)
     raise unsupported(type(model).__module__.rpartition(".")[2])
 
 
 def unsupported(family: str) -> Incompatible:
     return Incompatible(
         f"mlx-spec has no fast path for {family} models; "
-        f"it decodes {', '.join(qwen.FAMILIES)} speculatively."
+        f"it decodes {', '.join(FAMILIES)} speculatively."
     )
