@@ -15,8 +15,16 @@ class KVQuantization:
     start: int = 0  # in tokens
 
     def apply(self, caches: list[Any]) -> None:
-        """Replace the caches in the list that have reached `start`."""
-        maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
+        """Replace the caches in the list that have reached `start`.
+
+        Raises: NotImplementedError, as mlx-lm does, where one of them has a sliding window.
+        """
+        try:
+            maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                "mlx-lm does not quantise the caches of sliding windows; leave out kv_bits."
+            ) from error
 
     def rows_left(self, caches: list[Any]) -> int:
         """How many rows, at least one, may be computed at once: mlx-lm quantises after the token

@@ -158,7 +158,8 @@ class Request:
 
     def commit(self, launched: Round) -> None:
         """Keep the accepted drafts of a round that was read."""
-        self._keep(launched, len(launched.tokens))
+        launched.transaction.commit(len(launched.tokens))
+        self.kv_quantization.apply(self.caches)
         rows = slice(0, len(launched.tokens))
         newer = Pairs(launched.draws.tokens[rows], launched.hidden[:, rows])
         if self.num_draft_tokens > 0:
@@ -166,10 +167,6 @@ class Request:
         self.pending = newer.tokens[-1:]
         last_key = launched.keys[launched.accepted] if launched.keys else None
         self.law.committed(launched.tokens, last_key)
-
-    def _keep(self, launched: Round, rows: int) -> None:
-        launched.transaction.commit(rows)
-        self.kv_quantization.apply(self.caches)
 
     def undo(self, launched: Round) -> None:
         launched.transaction.abort()
@@ -185,7 +182,7 @@ class Request:
         if as_stock and ahead is not None and (current is None or not current.unyielded):
             self.drafter.rewind(self.draft_caches, ahead.position)
             self.unlearnt = ahead.unlearnt
-            self._keep(ahead, 1)
+            ahead.transaction.commit(1)
             self.law.leave(integers(ahead.draws.keys[0]) if ahead.draws.keys else None)
         else:
             if ahead is not None:
@@ -193,12 +190,13 @@ class Request:
             key = None
             if current is not None:
                 fed = min(current.yielded, current.accepted)
-                self._keep(current, 1 + fed)
+                current.transaction.commit(1 + fed)
                 if self.unlearnt is not None:
                     self.unlearnt = self.unlearnt[: len(self.unlearnt) - current.unyielded]
                 key = current.keys[fed] if current.keys else None
             self.law.leave(key)
         with nullcontext() if as_stock else suppress(Exception):  # the first error is the one
+            self.kv_quantization.apply(self.caches)
             self.learn()
 
     def learn(self) -> None:

@@ -3,15 +3,16 @@
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_5 import MLP
+from mlx_lm.models import gemma4_text, qwen3_5
 
+MLPS = (qwen3_5.MLP, gemma4_text.MLP)
 EXTRA_ROW_SCALE = 0.02
 
 
 def widen_mlps(layers: list[nn.Module], width: int) -> int:
     """Widen each dense MLP of `layers` to `width` hidden units, in place.
 
-    down(silu(gate x) * up x) stays the same function: the new rows of gate and up are small random
+    down(act(gate x) * up x) stays the same function: the new rows of gate and up are small random
     numbers and the new columns of down are zero. The new units cost what any unit costs.
 
     Returns the number of added parameters.
@@ -26,7 +27,7 @@ def widen_mlps(layers: list[nn.Module], width: int) -> int:
 
 
 def widen(mlp: nn.Module, width: int) -> None:
-    if not isinstance(mlp, MLP) or not isinstance(mlp.gate_proj, nn.Linear):
+    if not isinstance(mlp, MLPS) or not isinstance(mlp.gate_proj, nn.Linear):
         raise ValueError("Only dense MLPs that are not quantised can be widened.")
     rows, columns = mlp.gate_proj.weight.shape  # (width, hidden size)
     if width < rows:

@@ -225,3 +225,26 @@ def test_max_kv_size_means_what_it_means_in_stock():
     )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.accepted > 0
+
+
+def test_kv_bits_fail_where_stock_fails_and_nothing_is_lost():
+    """mlx-lm cannot quantise a ring, and finds out when the cache is as long as it should be."""
+    p = pair("gemma4-dense-trained")
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 40, "max_tokens": 60}
+    expected, got = [], []
+    with pytest.raises(NotImplementedError):
+        expected.extend(t for t, _ in generate_step(mx.array(p.prompt), p.model, **options))
+    assert len(expected) > 10
+    cache = make_prompt_cache(p.model)
+    step = mlx_spec.speculative_generate_step(
+        mx.array(p.prompt), p.model, p.drafter, prompt_cache=cache, **options
+    )
+    with pytest.raises(NotImplementedError, match="sliding windows; leave out kv_bits"):
+        got.extend(t for t, *_ in step)
+    assert got[: len(expected)] == expected[: len(got)]
+    assert abs(len(got) - len(expected)) <= 1
+    text = p.prompt + got
+    assert cache[0].offset in (len(text) - 1, len(text))
+    plain = in_time_order(make_prompt_cache(p.model))
+    p.model(mx.array([text[: cache[0].offset]]), cache=plain)
+    assert_same_caches(cache, plain)
