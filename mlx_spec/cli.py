@@ -15,8 +15,8 @@ from mlx_lm.generate import generate as stock_generate
 from mlx_lm.generate import main as stock_main
 from mlx_lm.generate import setup_arg_parser
 
-from mlx_spec import convert as converter
 from mlx_spec import demo
+from mlx_spec.conversion import DTYPES, convert
 from mlx_spec.errors import SpecError
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.inspection import inspect_path
@@ -70,9 +70,10 @@ def generation_parser() -> argparse.ArgumentParser:
     changed["model"].help = "A model directory or ORG/REPO. Default: the demo model."
     changed["draft_model"].default = "auto"
     changed["draft_model"].help = (
-        "A drafter directory; 'auto': a head inside the model's directory, else a sibling *-MTP* "
-        "directory; 'none': no drafting. For families that mlx-spec does not know, a draft model "
-        "as mlx_lm.generate takes it. Default: auto."
+        "A drafter, or a Gemma-4 assistant as released: a directory or ORG/REPO; 'auto': a head "
+        "inside the model's directory, else a directory beside it with -MTP (Qwen) or -assistant "
+        "(Gemma-4) in its name; 'none': no drafting. For families that mlx-spec does not know, a "
+        "draft model as mlx_lm.generate takes it. Default: auto."
     )
     changed["num_draft_tokens"].help = "Tokens to draft in a round; 0: none. Default: 3."
     parser.add_argument(
@@ -122,14 +123,17 @@ def check_json_object(option: str, text: str) -> None:
 
 
 @cli.command("demo")
+@click.argument("family", type=click.Choice(list(demo.MODELS)), default=demo.DEFAULT_FAMILY)
 @click.option("--prompt", "-p", default=demo.PROMPT, help="Text to continue.")
 @click.option("--max-tokens", "-m", type=click.IntRange(2), default=160, help="Default: 160.")
 @click.option("--temp", type=click.FloatRange(0), default=0.6, help="Default: 0.6.")
 @click.option("--num-draft-tokens", type=click.IntRange(1), help="Default: 3.")
-def demo_command(prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None) -> None:
-    """Decode a text with the demo model, plainly and speculatively."""
+def demo_command(
+    family: str, prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None
+) -> None:
+    """Decode a text with a demo model, plainly and speculatively."""
     with one_sentence():
-        comparison = demo.compare(prompt, max_tokens, temp, num_draft_tokens)
+        comparison = demo.compare(family, prompt, max_tokens, temp, num_draft_tokens)
     click.echo(comparison.as_text())
     if not comparison.same_text:
         sys.exit(1)
@@ -138,29 +142,46 @@ def demo_command(prompt: str, max_tokens: int, temp: float, num_draft_tokens: in
 @cli.command("convert")
 @click.option("--from", "source", required=True, metavar="HF_DIR", help="A checkpoint directory.")
 @click.option("--to", "out", required=True, metavar="OUT", help="The drafter directory to write.")
+@click.option(
+    "--model",
+    metavar="MODEL_DIR",
+    help="The model that it is for. Nothing is written if they do not fit.",
+)
 @click.option("-q", "--quantize", is_flag=True, help="Quantise the drafter.")
 @click.option("--q-bits", type=int, help="Bits per weight. Default: 8.")
 @click.option("--q-group-size", type=int, default=64, help="Weights per scale. Default: 64.")
 @click.option(
     "--dtype",
-    type=click.Choice(list(converter.DTYPES)),
+    type=click.Choice(list(DTYPES)),
     help="Of the weights. Default: as in the source.",
 )
 def convert_command(**options: Any) -> None:
-    """Take the drafter out of a model's checkpoint."""
+    """Write a drafter directory, from a Qwen model with a NextN head or a Gemma-4 assistant.
+
+    With -q, the embedding and the other matrices are quantised. Routers, the choice of clusters
+    and the matrix that takes in the model's hidden state keep 8 bits.
+    """
     with one_sentence():
-        click.echo(converter.convert(**options).as_text())
+        click.echo(convert(**options).as_text())
 
 
 @cli.command("inspect")
 @click.argument("path")
+@click.option(
+    "--draft-model",
+    metavar="DIR",
+    default="auto",
+    help="The drafter to inspect with the model. Default: the one that generate would find.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect_command(path: str, as_json: bool) -> None:
+def inspect_command(path: str, draft_model: str, as_json: bool) -> None:
     """Say whether a model would be decoded speculatively, and if not, why.
+
+    PATH is a model, alone or beside its drafter, or a drafter to be described.
 
     Exit code: 0 usable, 2 no drafter, 3 unverified, 4 incompatible, 1 damaged files.
     """
     with one_sentence():
-        inspection = inspect_path(path)
+        inspection = inspect_path(path, draft_model)
     click.echo(json.dumps(inspection.as_dict()) if as_json else inspection.as_text())
     sys.exit(inspection.exit_code)

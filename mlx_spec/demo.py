@@ -1,4 +1,4 @@
-"""The demo: the model that comes with the package, decoded plainly and speculatively."""
+"""The demo: a model that comes with the package, decoded plainly and speculatively."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +11,21 @@ from mlx_spec.errors import CheckpointError
 from mlx_spec.generate import GenerationResponse, stream_generate
 from mlx_spec.load import load
 
-NAME = "tiny-qwen3.5-nextn"
+MODELS = {"qwen3.5": "tiny-qwen3.5-nextn", "gemma4": "tiny-gemma4"}
+DEFAULT_FAMILY = "qwen3.5"
 SEED = 1
 PROMPT = "import os\n\n\ndef read_lines(path):\n"
 
 
-def demo_model() -> Path:
+def demo_model(family: str = DEFAULT_FAMILY) -> Path:
     """Its directory: inside an installed package, or in a checkout of the repository.
 
     Raises CheckpointError where neither is there.
     """
     package = Path(__file__).parent
-    for path in (package / "demo_model", package.parent / "models" / NAME):
-        if (path / "config.json").is_file():
-            return path
+    for place in (package / "demo_models", package.parent / "models"):
+        if (place / MODELS[family] / "config.json").is_file():
+            return place / MODELS[family]
     raise CheckpointError("The demo model is not installed; give a model with --model.")
 
 
@@ -61,9 +62,11 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None) -> Comparison:
+def compare(
+    family: str, prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None
+) -> Comparison:
     """Raises NotEngaged where nothing would be drafted."""
-    model, tokenizer = load(str(demo_model()))
+    model, tokenizer = load(str(demo_model(family)))
     options = {"max_tokens": max_tokens, "sampler": make_sampler(temp, top_p=0.95)}
     for _ in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8):
         pass  # the first tokens after loading are slow

@@ -11,21 +11,22 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters, load_model
 
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.qwen_nextn import read_head
-from mlx_spec.drafters.qwen_nextn import QwenNextN
+from mlx_spec.convert.head import Head
+from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
 from mlx_spec.errors import Incompatible, NoDrafter
+from mlx_spec.families import family_of_drafter, family_of_head
 from mlx_spec.generate import DEFAULT_NUM_DRAFT_TOKENS
 from mlx_spec.load import (
+    Found,
     build_head,
     check_model,
+    drafter_path,
     find_drafter,
-    is_drafter,
-    load_drafter,
     local_path,
+    read_drafter,
 )
 from mlx_spec.rollback import check_caches
-from mlx_spec.targets import target_for, unsupported
-from mlx_spec.targets.qwen import FAMILIES
+from mlx_spec.targets import FAMILIES, target_for, unsupported
 
 Verdict = Literal["usable", "no-drafter", "unverified", "incompatible"]
 EXIT_CODES: dict[Verdict, int] = {"usable": 0, "no-drafter": 2, "unverified": 3, "incompatible": 4}
@@ -33,21 +34,67 @@ EXIT_CODES: dict[Verdict, int] = {"usable": 0, "no-drafter": 2, "unverified": 3,
 
 @dataclass(frozen=True)
 class DrafterFacts:
+    """What a drafter is.
+
+    Attributes:
+        path: where it is.
+        kind: as statistics call it.
+        layers: how many.
+        parameters: how many, as mlx-lm counts them.
+        quantization: its own `quantization` block, if any.
+        source: the directory that it was converted from.
+        ordered_embedding: whether it looks at likely clusters of tokens only, instead of all of
+            the vocabulary; None for a family that never does.
+        query_position: the position that its queries have; None for a family without a choice.
+    """
+
     path: str
     kind: str
     layers: int
     parameters: int
     quantization: dict[str, Any] | None
-    source: str | None  # where it was converted from
+    source: str | None
+    ordered_embedding: bool | None
+    query_position: str | None
+
+    def as_lines(self) -> list[str]:
+        details = [
+            f"{self.kind}, {self.layers} layer(s), {self.parameters / 1e6:.2f} M parameters",
+            _bits(self.quantization),
+        ]
+        if self.ordered_embedding is not None:
+            details.append("ordered embedding" if self.ordered_embedding else "full embedding")
+        if self.query_position is not None:
+            details.append(f"query position {self.query_position}")
+        lines = [
+            f"  drafter       {', '.join(details)}",
+            f"                in {self.path}",
+        ]
+        if self.source is not None:
+            lines.append(f"                converted from {self.source}")
+        return lines
 
 
 @dataclass(frozen=True)
 class Inspection:
+    """What was found.
+
+    Attributes:
+        path: the model, or a drafter alone.
+        family: its model type.
+        quantization: its `quantization` block, if any.
+        drafter: the drafter that `generate` would use.
+        tokenizer: whether the drafter's tokenizer is that of the model; None without a pair.
+        num_draft_tokens: that `generate` would use.
+        verdict, why: the conclusion.
+    """
+
     path: str
     family: str
     quantization: dict[str, Any] | None
     drafter: DrafterFacts | None
-    num_draft_tokens: int | None  # that `generate` would use
+    tokenizer: Tokenizers | None
+    num_draft_tokens: int | None
     verdict: Verdict
     why: str
 
@@ -56,7 +103,8 @@ class Inspection:
         return EXIT_CODES[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"engages": self.verdict == "usable"}
+        tokenizer = self.tokenizer.verdict if self.tokenizer else None
+        return asdict(self) | {"tokenizer": tokenizer, "engages": self.verdict == "usable"}
 
     def as_text(self) -> str:
         lines = [
@@ -65,59 +113,74 @@ class Inspection:
             f"  quantisation  {_bits(self.quantization)}",
         ]
         if self.drafter is not None:
-            lines += [
-                f"  drafter       {self.drafter.kind}, {self.drafter.layers} layer(s), "
-                f"{self.drafter.parameters / 1e6:.2f} M parameters, "
-                f"{_bits(self.drafter.quantization)}",
-                f"                in {self.drafter.path}",
-            ]
+            lines += self.drafter.as_lines()
+        if self.tokenizer is not None:
+            lines.append(f"  tokenizer     {self.tokenizer.verdict}: {self.tokenizer.detail}")
         if self.num_draft_tokens is not None:
             lines.append(f"  depth         {self.num_draft_tokens} drafts in a round")
         return "\n".join([*lines, f"  verdict       {self.verdict}: {self.why}"])
 
 
-def inspect_path(path_or_hf_repo: str) -> Inspection:
-    """Raises SpecError where the files are damaged."""
+def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
+    """What `mlx_spec.load` would make of a model.
+
+    Args:
+        path_or_hf_repo: of the model, or of a drafter to be described.
+        draft_model: a drafter directory or repository; "auto" looks for one.
+
+    Raises: SpecError where the files are damaged.
+    """
     path = local_path(path_or_hf_repo)
     checkpoint = Checkpoint.open(path)
     family = str(checkpoint.config.get("model_type"))
     quantization = checkpoint.config.get("quantization")
+    facts: DrafterFacts | None = None
+    tokenizer: Tokenizers | None = None
 
-    def conclude(verdict: Verdict, why: str, drafter: DrafterFacts | None = None) -> Inspection:
+    def conclude(verdict: Verdict, why: str) -> Inspection:
         depth = DEFAULT_NUM_DRAFT_TOKENS if verdict == "usable" else None
-        return Inspection(str(path), family, quantization, drafter, depth, verdict, why)
+        return Inspection(str(path), family, quantization, facts, tokenizer, depth, verdict, why)
 
-    if is_drafter(checkpoint):
-        facts = _facts(path, checkpoint, build_head(read_head(checkpoint)))
-        return conclude("unverified", "a drafter alone; inspect the model it is for", facts)
+    if (own_family := family_of_drafter(checkpoint.config)) is not None:
+        head = own_family.read_head(checkpoint, None)
+        facts = _facts(path, checkpoint, head, build_head(head))
+        return conclude("unverified", "a drafter alone; inspect the model it is for")
     check_model(str(path))
     try:
         if family not in FAMILIES:
             raise unsupported(family)
-        found = find_drafter(path)
+        found = find_drafter(path) if draft_model == "auto" else Found(drafter_path(draft_model))
         model, _ = load_model(path, lazy=True)
         target = target_for(model)
         check_caches(make_prompt_cache(model))
         if found.path is None:
             raise NoDrafter(found.why_not)
-        drafter = load_drafter(found.path, target)
+        head = read_drafter(found.path, target)
+        module = build_head(head)
+        facts = _facts(found.path, Checkpoint.open(found.path), head, module)
+        family_of_head(head).drafter(module, target)
+        tokenizer = compare_tokenizers(found.path, path)
+        if tokenizer.verdict == "differs":
+            raise Incompatible(f"The tokenizers differ: {tokenizer.detail}.")
     except NoDrafter as error:
         return conclude("no-drafter", str(error))
     except Incompatible as error:
         return conclude("incompatible", str(error))
-    facts = _facts(found.path, Checkpoint.open(found.path), drafter.head)
-    return conclude("usable", "the drafter fits this model", facts)
+    return conclude("usable", "the drafter fits this model")
 
 
-def _facts(path: Path, checkpoint: Checkpoint, head: QwenNextN) -> DrafterFacts:
-    own = is_drafter(checkpoint)
+def _facts(path: Path, checkpoint: Checkpoint, head: Head, module: Any) -> DrafterFacts:
+    alone = family_of_drafter(checkpoint.config) is not None  # else it is inside a model
+    family = family_of_head(head)
     return DrafterFacts(
         str(path),
-        "nextn",
-        len(head.layers),
-        get_total_parameters(head),
-        checkpoint.config.get("quantization") if own else None,
-        checkpoint.config.get("mlx_spec", {}).get("source") if own else None,
+        family.kind,
+        len(family.layers(module)),
+        get_total_parameters(module),
+        head.config.get("quantization"),
+        checkpoint.section("mlx_spec").get("source") if alone else None,
+        head.config.get("use_ordered_embeddings"),
+        head.config["mlx_spec"].get("query_position"),
     )
 
 

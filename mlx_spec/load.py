@@ -1,7 +1,7 @@
 """Loading a model together with its drafter.
 
 A drafter is looked for in the model's own directory (an `mtp.*` head among its weights), then
-beside it (a directory named `*-MTP*`). It shares the model's embedding and output matrix.
+beside it (a directory named `*-MTP*`, or `*-assistant*` for Gemma-4).
 """
 
 from collections.abc import Callable
@@ -15,27 +15,25 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, infer_quant_config
 
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE, Head, has_head, read_head
+from mlx_spec.convert.head import Head
 from mlx_spec.drafters import Drafter
-from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
+from mlx_spec.families import (
+    check_target,
+    family_of,
+    family_of_drafter,
+    family_of_head,
+    family_of_target,
+    misfits,
+)
 from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
-from mlx_spec.targets import target_for
+from mlx_spec.targets import target_for, unsupported
 from mlx_spec.targets.target import Target
-
-# What the configuration of a head has in common with that of its model.
-SHAPE = (
-    "hidden_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ def load(
     """mlx_lm.load, then the drafter.
 
     Args: those of mlx_lm.load, and
-        draft_model: "auto" looks for one and goes on without if there is none; a path must be a
-            drafter that fits; None or "none" looks for none.
+        draft_model: "auto" looks for one and goes on without if there is none; a directory or
+            a repository of the hub must hold a drafter that fits; None or "none" looks for none.
 
     Returns: model and tokenizer (and the config with return_config), as mlx_lm.load.
     Raises: SpecError in one sentence for what is wrong with the files.
@@ -105,7 +103,8 @@ def pair(
             return Pairing(None, reason="unsupported-model", detail=str(error))
         return Pairing(load_ordinary_model(draft_model, tokenizer), Path(draft_model))
     if draft_model != "auto":
-        return Pairing(load_drafter(draft_model, target), Path(draft_model))
+        path = drafter_path(draft_model)
+        return Pairing(load_drafter(path, target), path)
     found = find_drafter(where())
     if found.path is None:
         return Pairing(None, reason="no-drafter", detail=found.why_not)
@@ -127,7 +126,9 @@ def load_ordinary_model(path_or_hf_repo: str, tokenizer: Any) -> nn.Module:
     return model
 
 
-def local_path(path_or_hf_repo: str, revision: str | None = None) -> Path:
+def local_path(
+    path_or_hf_repo: str, revision: str | None = None, local_files_only: bool = True
+) -> Path:
     """A directory, or where mlx-lm has put a repository of the Hugging Face hub."""
     path = Path(path_or_hf_repo)
     if path_or_hf_repo and path.exists():
@@ -138,9 +139,30 @@ def local_path(path_or_hf_repo: str, revision: str | None = None) -> Path:
             path_or_hf_repo,
             revision=revision,
             allow_patterns=DEFAULT_ALLOW_PATTERNS,
-            local_files_only=True,
+            local_files_only=local_files_only,
         )
     )
+
+
+def drafter_path(draft_model: str) -> Path:
+    """A directory, or a repository of the Hugging Face hub, downloaded if it is not here.
+
+    Raises: CheckpointError where it is neither.
+    """
+    if not draft_model:
+        raise CheckpointError("The name of the drafter is empty; give a directory or ORG/REPO.")
+    try:
+        return local_path(draft_model, local_files_only=False)
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"The drafter {draft_model} does not exist, neither here nor on the Hugging Face hub; "
+            "check its name."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"The drafter {draft_model} does not exist here, and the Hugging Face hub could not be "
+            "reached for it; give a directory, or try again with a network."
+        ) from error
 
 
 def check_repository_name(name: str) -> None:
@@ -151,65 +173,71 @@ def check_repository_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class Found:
+    """A drafter's directory, or why there is none."""
+
     path: Path | None
     why_not: str = ""
 
 
 def find_drafter(model_path: Path) -> Found:
-    """The model's own directory if it holds a head, else the `*-MTP*` sibling that fits and
-    whose name shares the longest beginning with the model's."""
-    checkpoint = Checkpoint.open(model_path)
-    if has_head(checkpoint):
+    """The model's own directory if it holds a head, else the sibling that fits and whose name
+    shares the longest beginning with the model's."""
+    model = Checkpoint.open(model_path)
+    family = family_of_target(model.config)
+    if family is None:
+        return Found(None, str(unsupported(str(model.config.get("model_type")))))
+    if family.has_head(model):
         return Found(model_path)
     # A link's neighbours count as well as those of what it leads to.
     places = [model_path.absolute(), model_path.resolve()]
     fitting, passed_over = [], []
-    for path in sorted({p for own in places for p in own.parent.glob("*-[Mm][Tt][Pp]*")}):
+    for path in sorted({p for own in places for p in own.parent.glob(family.siblings)}):
         if path in places:
             continue
-        try:
-            faults = misfits(Checkpoint.open(path), checkpoint)
-        except SpecError as error:
-            faults = [str(error)]
-        if faults:
-            passed_over.append(f"{path.name} beside it does not fit: {faults[0]}")
+        if fault := _why_unfit(path, model):
+            passed_over.append(f"{path.name} beside it does not fit: {fault}")
         else:
             fitting.append(path)
     if fitting:
         alike = [len(commonprefix([path.name, places[0].name])) for path in fitting]  # noqa: RUF071
         return Found(fitting[alike.index(max(alike))])
-    why = "no mtp.* weights among the model's own and no *-MTP* drafter beside it"
-    return Found(None, "; ".join([why, *passed_over]))
+    return Found(None, "; ".join([family.none_found, *passed_over]))
 
 
-def misfits(drafter: Checkpoint, model: Checkpoint) -> list[str]:
-    """What keeps a drafter from working with a model, judged by their configurations."""
-    if not is_drafter(drafter):
-        return ["it is not a drafter"]
-    own, theirs = (c.section("text_config") or c.config for c in (drafter, model))
-    return [
-        f"its {key} is {own[key]} and the model's {theirs[key]}"
-        for key in SHAPE
-        if key in own and key in theirs and own[key] != theirs[key]
-    ]
+def _why_unfit(path: Path, model: Checkpoint) -> str:
+    """Why a directory beside a model is not its drafter; empty if it may be."""
+    try:
+        drafter = Checkpoint.open(path)
+        family = family_of_drafter(drafter.config)
+        if family is None:
+            return "it is not a drafter"
+        return "; ".join(misfits(family, drafter, model))
+    except SpecError as error:
+        return str(error)
 
 
-def load_drafter(path: str | Path, target: Target) -> NextNDrafter:
+def load_drafter(path: str | Path, target: Target) -> Drafter:
     """A drafter directory, or the head inside a model's directory, in the target's dtype.
 
     Raises: NoDrafter, Incompatible or CheckpointError.
     """
-    if not str(path):
-        raise CheckpointError("The name of the drafter is empty; give a directory.")
-    dtype = target.embed(mx.array([[0]])).dtype
-    return NextNDrafter(build_head(read_head(Checkpoint.open(path), dtype)), target)
+    head = read_drafter(path, target)
+    return family_of_head(head).drafter(build_head(head), target)
 
 
-def build_head(source: Head) -> QwenNextN:
-    """The module of a head that was read, quantised as its weights are."""
+def read_drafter(path: str | Path, target: Target) -> Head:
+    """As `load_drafter`, but only its configuration and its weights."""
+    checkpoint = Checkpoint.open(path)
+    family = family_of(checkpoint)
+    check_target(family, target)
+    return family.read_head(checkpoint, target.embed(mx.array([[0]])).dtype)
+
+
+def build_head(source: Head) -> Any:
+    """The module of a drafter that was read, quantised as its weights are."""
     weights = source.weights
     with untouched_generator():
-        head = QwenNextN(ModelArgs.from_config(source.config, weights))
+        head = family_of_head(source).build(source.config, weights)
 
     def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights:
@@ -222,17 +250,13 @@ def build_head(source: Head) -> QwenNextN:
     return head
 
 
-def is_drafter(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("model_type") == DRAFTER_TYPE
-
-
 def check_model(path_or_hf_repo: str) -> None:
     """Raises SpecError where a local path does not hold a model that mlx-lm could load."""
     path = Path(path_or_hf_repo)
     if not path_or_hf_repo or not path.exists():
         return check_repository_name(path_or_hf_repo)
     checkpoint = Checkpoint.open(path)
-    if is_drafter(checkpoint):
+    if family_of_drafter(checkpoint.config) is not None:
         raise Incompatible(
             f"{path} is a drafter, not a model; give it as --draft-model beside its model."
         )

@@ -110,12 +110,11 @@ class Request:
                 hidden = transaction.prefill(prompt[done : done + rows])
                 self.kv_quantization.apply(self.caches)
                 pairs = Pairs(prompt[done + 1 : done + 1 + rows], hidden)
+                older, newest = pairs[:-1], pairs[-1:]
                 if self.unlearnt is not None:
-                    pairs = self.unlearnt.then(pairs)
-                if len(pairs) > 1:
-                    older = pairs[:-1]
+                    older = self.unlearnt.then(older)
+                if len(older):
                     self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
-                newest = pairs[-1:]
                 mx.eval([c.state for c in self.caches + self.draft_caches], newest.hidden)
             except BaseException:
                 transaction.abort()

@@ -21,6 +21,9 @@ NAMES = (
     "qwen3-6-moe-trained",
     "qwen3-next",
 )
+ASSISTANTS = tuple(
+    f"gemma4-{name}-assistant" for name in ("dense", "dense-trained", "e2b", "e2b-trained", "moe")
+)
 INDEX = "model.safetensors.index.json"
 
 # The norms of a head with one layer, which Hugging Face stores minus one.
@@ -84,7 +87,14 @@ def decode(stored: Stored) -> np.ndarray:
     elif stored.dtype == "F8_E4M3":
         values = fp8_table()[np.frombuffer(stored.data, np.uint8)]
     else:
-        dtype = {"F16": np.float16, "F32": np.float32, "U32": np.uint32, "U8": np.uint8}
+        dtype = {
+            "F16": np.float16,
+            "F32": np.float32,
+            "U32": np.uint32,
+            "U8": np.uint8,
+            "I32": np.int32,
+            "I64": np.int64,
+        }
         values = np.frombuffer(stored.data, dtype[stored.dtype])
         if stored.dtype == "F16":
             values = values.astype(np.float32)
@@ -97,7 +107,8 @@ def encode(values: np.ndarray, dtype: str) -> Stored:
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
         data = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
     else:
-        data = values.astype({"F16": np.float16, "F32": np.float32}[dtype]).tobytes()
+        numpy_type = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+        data = values.astype(numpy_type[dtype]).tobytes()
     return Stored(dtype, values.shape, data)
 
 
@@ -258,3 +269,98 @@ def _nearest_code(values: np.ndarray, table: np.ndarray) -> np.ndarray:
     right = np.clip(np.searchsorted(ordered, values), 1, 253)
     nearer_left = values - ordered[right - 1] <= ordered[right] - values
     return order[np.where(nearer_left, right - 1, right)].astype(np.uint8)
+
+
+# Assistants of other models than their own
+
+
+def cut(source: Source, wanted: str, *shape: int) -> None:
+    """Keeps the first rows and columns of all tensors whose names end in `wanted`."""
+    corner = tuple(slice(size) for size in shape)
+    source.map(lambda name: name.endswith(wanted), lambda values: values[corner])
+
+
+def of_another_width(source: Source) -> None:
+    source.config["backbone_hidden_size"] = 64
+    cut(source, "pre_projection.weight", 64, 128)
+    cut(source, "post_projection.weight", 64, 64)
+
+
+def of_another_vocabulary(source: Source) -> None:
+    source.config["text_config"]["vocab_size"] = 256
+    cut(source, "embed_tokens.weight", 256, 64)
+
+
+def with_another_kind_of_layer(source: Source) -> None:
+    text = source.config["text_config"]
+    text["layer_types"][0] = "chunked_attention"
+    text["rope_parameters"]["chunked_attention"] = {"rope_theta": 1e4, "rope_type": "default"}
+
+
+def with_smaller_heads(source: Source) -> None:
+    """Those of sliding attention, 16 numbers in place of 32."""
+    source.config["text_config"]["head_dim"] = 16
+    for layer in range(3):
+        cut(source, f"layers.{layer}.self_attn.q_proj.weight", 64, 64)
+        cut(source, f"layers.{layer}.self_attn.q_norm.weight", 16)
+        cut(source, f"layers.{layer}.self_attn.o_proj.weight", 64, 64)
+
+
+def with_smaller_global_heads(source: Source) -> None:
+    source.config["text_config"]["global_head_dim"] = 32
+    cut(source, "layers.3.self_attn.q_proj.weight", 128, 64)
+    cut(source, "layers.3.self_attn.q_norm.weight", 32)
+    cut(source, "layers.3.self_attn.o_proj.weight", 64, 128)
+
+
+def with_three_heads(source: Source) -> None:
+    source.config["text_config"]["num_attention_heads"] = 3
+    for layer in range(4):
+        size = 64 if layer == 3 else 32
+        cut(source, f"layers.{layer}.self_attn.q_proj.weight", 3 * size, 64)
+        cut(source, f"layers.{layer}.self_attn.o_proj.weight", 64, 3 * size)
+
+
+# Changes to gemma4-dense-assistant, and what each is refused for beside gemma4-dense.
+MISFITS = {
+    "hidden size": (
+        of_another_width,
+        "its backbone_hidden_size is 64 and the model's hidden size is 128",
+    ),
+    "vocabulary": (
+        of_another_vocabulary,
+        "its vocab_size is 256 and the model's vocabulary is 512",
+    ),
+    "layer kinds": (
+        with_another_kind_of_layer,
+        "it has chunked_attention layers and the model has no keys and values of that kind",
+    ),
+    "head size": (
+        with_smaller_heads,
+        "its head_dim is 16 and the model's head size in sliding_attention is 32",
+    ),
+    "global head size": (
+        with_smaller_global_heads,
+        "its global_head_dim is 32 and the model's head size in full_attention is 64",
+    ),
+    "number of heads": (
+        with_three_heads,
+        "its 3 heads cannot share the model's 2 heads of keys and values in sliding_attention",
+    ),
+}
+
+
+def save_misfit(fault: str, out: Path) -> Path:
+    """A sound assistant that does not fit gemma4-dense."""
+    source = load("gemma4-dense-assistant")
+    change, _ = MISFITS[fault]
+    change(source)
+    return save(source, out)
+
+
+def rename_token(path: Path, old: str, new: str) -> None:
+    """In the tokenizer of a directory; its id stays."""
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[new] = vocabulary.pop(old)
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))

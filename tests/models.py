@@ -16,7 +16,6 @@ from mlx_lm.utils import load_model, load_tokenizer
 from mlx_spec.accept import Acceptance, Greedy
 from mlx_spec.demo import demo_model
 from mlx_spec.drafters import Drafter
-from mlx_spec.drafters.gemma4_assistant import AssistantDrafter, Gemma4Assistant, ModelArgs
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import load_drafter
 from mlx_spec.round import Request
@@ -28,6 +27,8 @@ REFERENCE = Path(__file__).parent / "reference"
 RANDOM = ["qwen3-5", "qwen3-5-tied", "qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]
 TRAINED = ["qwen3-5-trained", "qwen3-6-moe-trained"]
 DEMO = "demo"
+GEMMA_DEMO = "gemma4-demo"
+DEMOS = {DEMO: "qwen3.5", GEMMA_DEMO: "gemma4"}
 GEMMA_RANDOM = ["gemma4-dense", "gemma4-e2b", "gemma4-moe"]
 GEMMA_TRAINED = ["gemma4-dense-trained", "gemma4-e2b-trained"]
 WINDOW = 8  # of the Gemma checkpoints, in tokens
@@ -55,7 +56,7 @@ class Pair:
 
 
 def checkpoint_path(name: str) -> Path:
-    return demo_model() if name == DEMO else REFERENCE / "ckpts" / name
+    return demo_model(DEMOS[name]) if name in DEMOS else REFERENCE / "ckpts" / name
 
 
 def strip_head(path: Path) -> None:
@@ -87,7 +88,7 @@ def pair(name: str, window: int | None = None) -> Pair:
     model, _ = load_model(path, model_config=changes)
     model.set_dtype(mx.float32)
     tokenizer = load_tokenizer(path)
-    if name == DEMO:
+    if name in DEMOS:
         prompt = tokenizer.encode(
             "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n"
         )
@@ -95,16 +96,7 @@ def pair(name: str, window: int | None = None) -> Pair:
         prompt = dump(f"{name}_generate")["prompt"].reshape(-1).tolist()
     tokenizer.eos_token_ids = []
     target = target_for(model)
-    drafter = load_assistant if "gemma" in name else load_drafter
-    return Pair(path, model, tokenizer, target, drafter(drafter_path(name), target), prompt)
-
-
-def load_assistant(path: Path, target: Any) -> AssistantDrafter:
-    config = json.loads((path / "config.json").read_text())
-    head = Gemma4Assistant(ModelArgs.from_config(config))
-    head.load_weights(str(path / "model.safetensors"))
-    head.set_dtype(mx.float32)
-    return AssistantDrafter(head, target)
+    return Pair(path, model, tokenizer, target, load_drafter(drafter_path(name), target), prompt)
 
 
 def make_request(

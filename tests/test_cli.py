@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import math
 import shutil
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
+from checkpoints import MISFITS, load, rename_token, save, save_misfit
 from click.testing import CliRunner
 
 from mlx_spec.cli import cli, generation_parser
@@ -16,6 +18,8 @@ from models import checkpoint_path, strip_head
 
 stock = importlib.import_module("mlx_lm.generate")
 TRAINED = str(checkpoint_path("qwen3-5-trained"))
+GEMMA = checkpoint_path("gemma4-e2b-trained")
+ASSISTANT = checkpoint_path("gemma4-e2b-trained-assistant")
 
 
 def run(*arguments):
@@ -50,6 +54,14 @@ def test_generate_help():
     assert result.exit_code == 0
     for option in ("--draft-model", "--num-draft-tokens", "--require-spec", "--temp", "--seed"):
         assert option in result.output
+    assert "-assistant (Gemma-4)" in " ".join(result.output.split())
+
+
+def test_generate_with_an_assistant_beside_the_model():
+    options = ["--model", GEMMA, "-p", "a b", "-m", 20, "--ignore-chat-template"]
+    result = run("generate", *options, "--require-spec", "--stats", "text")
+    assert result.exit_code == 0
+    assert "Speculation: gemma4-assistant, 3 drafts a round" in result.stderr
 
 
 def test_generate_prints_what_mlx_lm_prints():
@@ -258,6 +270,39 @@ def test_an_unknown_option_is_a_usage_error():
     assert "unrecognized arguments: --no-such-option" in result.stderr
 
 
+# convert
+
+
+def test_convert_help():
+    text = " ".join(run("convert", "--help").stdout.split())
+    assert "from a Qwen model with a NextN head or a Gemma-4 assistant" in text
+    for option in ("--from HF_DIR", "--to OUT", "--model MODEL_DIR", "--quantize", "--q-bits"):
+        assert option in text
+
+
+def test_convert_an_assistant_for_its_model(tmp_path):
+    arguments = ["--from", ASSISTANT, "--to", tmp_path / "out", "--model", GEMMA, "-q"]
+    result = run("convert", *arguments)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"Wrote {tmp_path / 'out'}: 98 tensors, 0.24 M parameters, 8 bits",
+        "Read 0.49 of 0.49 MB",
+        f"Fits {GEMMA}; the same tokenizer",
+    ]
+
+
+def test_convert_for_another_model(tmp_path):
+    arguments = ["--from", ASSISTANT, "--to", tmp_path / "out", "--model", TRAINED]
+    assert_one_sentence(run("convert", *arguments), 4, "and the model is a qwen3_5")
+    assert_one_sentence(run("convert", *arguments[:-1], tmp_path / "no"), 1, "does not exist")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_a_model_in_place_of_its_assistant(tmp_path):
+    result = run("convert", "--from", GEMMA, "--to", tmp_path / "out")
+    assert_one_sentence(result, 2, "its assistant is a repository of its own")
+
+
 # inspect
 
 
@@ -282,6 +327,140 @@ def test_inspect_text():
     result = run("inspect", TRAINED)
     assert result.exit_code == 0
     assert "verdict       usable" in result.stdout
+
+
+def test_inspect_help():
+    text = " ".join(run("inspect", "--help").stdout.split())
+    assert "PATH is a model, alone or beside its drafter, or a drafter to be described." in text
+    assert "0 usable, 2 no drafter, 3 unverified, 4 incompatible, 1 damaged files" in text
+    assert "--draft-model DIR" in text
+
+
+def test_a_nextn_head_has_no_choice_of_positions():
+    _, facts = inspect_json(TRAINED)
+    assert facts["tokenizer"] == "same"
+    assert facts["drafter"]["ordered_embedding"] is facts["drafter"]["query_position"] is None
+    text = run("inspect", TRAINED).stdout
+    assert "position" not in text
+    assert "embedding" not in text
+
+
+def test_inspect_a_gemma_with_its_assistant(tmp_path):
+    exit_code, facts = inspect_json(GEMMA)
+    assert exit_code == 0
+    assert (facts["verdict"], facts["engages"], facts["family"]) == ("usable", True, "gemma4")
+    assert (facts["tokenizer"], facts["num_draft_tokens"]) == ("same", 3)
+    tensors = load(ASSISTANT.name).tensors
+    uncounted = ("layer_scalar", "token_ordering")
+    assert facts["drafter"] == {
+        "path": str(ASSISTANT),
+        "kind": "gemma4-assistant",
+        "layers": 4,
+        "parameters": sum(
+            math.prod(stored.shape)
+            for name, stored in tensors.items()
+            if not name.endswith(uncounted)
+        ),
+        "quantization": None,
+        "source": None,
+        "ordered_embedding": True,
+        "query_position": "P",
+    }
+
+
+def test_inspect_a_gemma_in_words(tmp_path):
+    source = load("gemma4-dense-assistant")
+    source.config["mlx_spec"] = {"query_position": "P-1"}
+    assistant = save(source, tmp_path / "assistant")
+    run("convert", "--from", assistant, "--to", tmp_path / "drafter", "-q", "--q-bits", 4)
+    model = checkpoint_path("gemma4-dense")
+    result = run("inspect", model, "--draft-model", tmp_path / "drafter")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        str(model),
+        "  family        gemma4",
+        "  quantisation  none",
+        "  drafter       gemma4-assistant, 4 layer(s), 0.24 M parameters, 4 bits, full embedding, "
+        "query position P-1",
+        f"                in {tmp_path / 'drafter'}",
+        f"                converted from {assistant}",
+        "  tokenizer     same: the same tokenizer",
+        "  depth         3 drafts in a round",
+        "  verdict       usable: the drafter fits this model",
+    ]
+
+
+def test_inspect_an_assistant_alone():
+    exit_code, facts = inspect_json(ASSISTANT)
+    assert (exit_code, facts["verdict"], facts["engages"]) == (3, "unverified", False)
+    assert (facts["family"], facts["tokenizer"]) == ("gemma4_assistant", None)
+    assert facts["drafter"]["ordered_embedding"] is True
+    text = run("inspect", ASSISTANT).stdout
+    assert "verdict       unverified: a drafter alone; inspect the model it is for" in text
+    assert "ordered embedding, query position P" in text
+
+
+@pytest.mark.parametrize("fault", MISFITS)
+def test_inspect_a_wrong_pair(fault, tmp_path):
+    path = save_misfit(fault, tmp_path / "assistant")
+    model = checkpoint_path("gemma4-dense")
+    result = run("inspect", model, "--draft-model", path, "--json")
+    facts = json.loads(result.stdout)
+    assert (result.exit_code, facts["verdict"], facts["engages"]) == (4, "incompatible", False)
+    assert MISFITS[fault][1] in facts["why"]
+    assert facts["drafter"]["path"] == str(path)
+    assert facts["num_draft_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "exit_code", "words"),
+    [
+        (GEMMA, TRAINED, 4, "it is for models of type qwen3_next"),
+        (TRAINED, ASSISTANT, 4, "it is for models of type gemma4"),
+        (GEMMA, GEMMA, 2, "its assistant is a repository of its own"),
+    ],
+)
+def test_inspect_with_something_else_than_its_drafter(model, drafter, exit_code, words):
+    result = run("inspect", model, "--draft-model", drafter, "--json")
+    facts = json.loads(result.stdout)
+    assert result.exit_code == exit_code
+    assert words in facts["why"]
+    assert facts["drafter"] is None
+
+
+def test_inspect_with_a_damaged_or_missing_drafter(tmp_path):
+    source = load(ASSISTANT.name)
+    del source.tensors["model.norm.weight"]
+    path = save(source, tmp_path / "assistant")
+    result = run("inspect", GEMMA, "--draft-model", path)
+    assert_one_sentence(result, 1, "lacks 1 tensors of its assistant: model.norm.weight")
+    assert_one_sentence(run("inspect", GEMMA, "--draft-model", "no/where"), 1, "does not exist")
+
+
+def test_inspect_a_gemma_without_an_assistant(tmp_path):
+    shutil.copytree(GEMMA, tmp_path / "gemma")
+    save_misfit("vocabulary", tmp_path / "other-assistant")
+    exit_code, facts = inspect_json(tmp_path / "gemma")
+    assert (exit_code, facts["verdict"], facts["drafter"]) == (2, "no-drafter", None)
+    assert facts["why"] == (
+        "no *-assistant* drafter beside it; other-assistant beside it does not fit: "
+        "its vocab_size is 256 and the model's vocabulary is 512"
+    )
+
+
+def test_inspect_compares_tokenizers(tmp_path):
+    model = tmp_path / "gemma"
+    shutil.copytree(GEMMA, model)
+    rename_token(model, "a", "aa")
+    result = run("inspect", model, "--draft-model", ASSISTANT, "--json")
+    facts = json.loads(result.stdout)
+    assert (result.exit_code, facts["verdict"]) == (4, "incompatible")
+    assert facts["tokenizer"] == "differs"
+    assert "is 'a' in the drafter's tokenizer and 'aa' in the model's" in facts["why"]
+    (model / "tokenizer.json").unlink()
+    result = run("inspect", model, "--draft-model", ASSISTANT)
+    assert result.exit_code == 0
+    assert f"tokenizer     unknown: {model} has no tokenizer.json to compare" in result.stdout
 
 
 def test_inspect_a_model_without_a_drafter(model_dir):

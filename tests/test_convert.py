@@ -30,7 +30,7 @@ from checkpoints import (
     write_file,
 )
 
-from mlx_spec.convert import convert
+from mlx_spec.conversion import convert
 from mlx_spec.convert import write as writing
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.qwen_nextn import has_head, read_head

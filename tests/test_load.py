@@ -7,21 +7,26 @@ import shutil
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
+from checkpoints import MISFITS, save, save_misfit
+from checkpoints import load as load_checkpoint
+from fake_hub import fake_hub
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
 import mlx_spec
-from mlx_spec.convert import convert
+from mlx_spec.conversion import convert
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 from mlx_spec.load import find_drafter, load, load_drafter, pairing_of
 from models import checkpoint_path, pair, strip_head
 
 NAME = "qwen3-5-trained"
+GEMMA = "gemma4-e2b-trained"
 
 
 def test_a_head_inside_the_model_is_found(model_dir):
@@ -77,6 +82,170 @@ def test_a_sibling_of_a_deeper_model_does_not_fit(model_dir):
     found = find_drafter(model_dir)
     assert found.path is None
     assert "its num_hidden_layers is 64 and the model's 4" in found.why_not
+
+
+# Gemma-4 and its assistants
+
+
+@pytest.fixture
+def gemma_dir(tmp_path):
+    """A trained model as people name it, alone."""
+    path = tmp_path / "gemma-4-E2B-it-4bit"
+    shutil.copytree(checkpoint_path(GEMMA), path)
+    return path
+
+
+def put_assistant(path: Path, name: str = GEMMA) -> Path:
+    shutil.copytree(checkpoint_path(f"{name}-assistant"), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma-4-E2B-it-assistant", "gemma-4-E2B-it-assistant-bf16", "gemma-4-E2B-Assistant"]
+)
+def test_an_assistant_beside_its_model_is_found_as_it_was_downloaded(name, gemma_dir):
+    assistant = put_assistant(gemma_dir.parent / name)
+    model, tokenizer = load(str(gemma_dir))
+    assert pairing_of(model).path == assistant
+    tokenizer.eos_token_ids = []
+    expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=40))
+    got = list(mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=40))
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert got[-1].spec.kind == "gemma4-assistant"
+    assert got[-1].spec.drafted > got[-1].spec.accepted > 0
+
+
+def test_the_assistant_with_the_most_alike_name_is_taken(gemma_dir):
+    beside = gemma_dir.parent
+    for name in ("another-assistant", "gemma-4-E4B-it-assistant"):
+        put_assistant(beside / name)
+    convert(
+        checkpoint_path(f"{GEMMA}-assistant"), beside / "gemma-4-E2B-it-assistant", dtype="float16"
+    )
+    assert find_drafter(gemma_dir).path == beside / "gemma-4-E2B-it-assistant"
+
+
+def test_assistants_that_do_not_fit_are_passed_over_and_named(tmp_path):
+    model = tmp_path / "gemma-4-31B-it-4bit"
+    shutil.copytree(checkpoint_path("gemma4-dense"), model)
+    for i, fault in enumerate(MISFITS):
+        save_misfit(fault, tmp_path / f"gemma-4-31B-it-{i}-assistant")
+    convert(checkpoint_path(NAME), tmp_path / "gemma-4-31B-it-4bit-qwen-assistant")
+    shutil.copytree(model, tmp_path / "my-assistant")
+    damaged = put_assistant(tmp_path / "gemma-4-31B-it-4bit-assistant-damaged")
+    (damaged / "config.json").write_text("{")
+    found = find_drafter(model)
+    assert found.path is None
+    assert found.why_not.startswith("no *-assistant* drafter beside it; ")
+    for i, (_, words) in enumerate(MISFITS.values()):
+        assert f"gemma-4-31B-it-{i}-assistant beside it does not fit: {words}" in found.why_not
+    assert "qwen-assistant beside it does not fit: it is for models of type qwen3" in found.why_not
+    assert "my-assistant beside it does not fit: it is not a drafter" in found.why_not
+    assert f"beside it does not fit: {damaged / 'config.json'} is not JSON" in found.why_not
+    put_assistant(tmp_path / "other-assistant", "gemma4-dense")
+    assert find_drafter(model).path == tmp_path / "other-assistant"
+
+
+def test_families_do_not_look_for_each_others_drafters(model_dir, gemma_dir):
+    """Both are in the same directory, and of the same sizes."""
+    strip_head(model_dir)
+    put_assistant(model_dir.parent / "Tiny-Model-assistant")
+    convert(checkpoint_path(NAME), gemma_dir.parent / "gemma-4-E2B-it-MTP")
+    assert find_drafter(gemma_dir).path == model_dir.parent / "Tiny-Model-assistant"
+    assert find_drafter(model_dir).path == gemma_dir.parent / "gemma-4-E2B-it-MTP"
+
+
+def test_an_assistant_whose_config_transformers_wrote(gemma_dir, tmp_path):
+    assistant = put_assistant(tmp_path / "it-assistant")
+    config = json.loads((assistant / "config.json").read_text())
+    text = config["text_config"]
+    text["per_layer_config"] = {"3": {"head_dim": text.pop("global_head_dim")}}
+    del text["num_global_key_value_heads"]
+    (assistant / "config.json").write_text(json.dumps(config))
+    for draft_model in ("auto", str(assistant)):
+        model, _ = load(str(gemma_dir), draft_model=draft_model)
+        assert pairing_of(model).path == assistant
+        assert pairing_of(model).drafter.head.args.text.global_head_dim == 64
+
+
+def test_the_unified_model_and_its_assistant(gemma_dir, tmp_path):
+    assistant = put_assistant(tmp_path / "x-assistant")
+    for path, model_type in (
+        (gemma_dir, "gemma4_unified"),
+        (assistant, "gemma4_unified_assistant"),
+    ):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    model, _ = load(str(gemma_dir))
+    assert pairing_of(model).path == assistant
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_an_assistant_has_the_targets_dtype_but_for_its_ordering(dtype, gemma_dir):
+    model, _ = mlx_lm.load(str(gemma_dir))
+    model.set_dtype(dtype)
+    target = mlx_spec.targets.target_for(model)
+    drafter = load_drafter(checkpoint_path(f"{GEMMA}-assistant"), target)
+    parameters = dict(tree_flatten(drafter.head.parameters()))
+    assert parameters.pop("masked_embedding.token_ordering").dtype == mx.int64
+    assert {value.dtype for value in parameters.values()} == {dtype}
+
+
+def test_a_quantised_gemma_with_a_quantised_assistant(gemma_dir, tmp_path):
+    mlx_lm.convert(str(gemma_dir), mlx_path=str(tmp_path / "q"), quantize=True, q_group_size=32)
+    convert(
+        checkpoint_path(f"{GEMMA}-assistant"), tmp_path / "q-assistant", quantize=True, q_bits=4
+    )
+    model, tokenizer = load(str(tmp_path / "q"))
+    head = pairing_of(model).drafter.head
+    assert (head.model.embed_tokens.bits, head.pre_projection.bits) == (4, 8)
+    assert head.model.embed_tokens.scales.dtype == mx.bfloat16
+    tokenizer.eos_token_ids = []
+    expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=40))
+    got = list(mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=40))
+    assert [r.token for r in got] == [r.token for r in expected]
+    assert got[-1].spec.drafted > got[-1].spec.accepted > 0
+
+
+@pytest.mark.parametrize("fault", MISFITS)
+def test_an_assistant_of_another_model_given_by_name(fault, tmp_path):
+    path = save_misfit(fault, tmp_path / "assistant")
+    with pytest.raises(Incompatible) as error:
+        load(str(checkpoint_path("gemma4-dense")), draft_model=str(path))
+    assert MISFITS[fault][1] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "words"),
+    [
+        (NAME, f"{GEMMA}-assistant", "it is for models of type gemma4, gemma4_text"),
+        (GEMMA, NAME, "it is for models of type qwen3_next, qwen3_5"),
+    ],
+)
+def test_a_drafter_of_another_family(model, drafter, words):
+    """The sizes are the same."""
+    with pytest.raises(Incompatible, match=words):
+        load(str(checkpoint_path(model)), draft_model=str(checkpoint_path(drafter)))
+
+
+def test_a_gemma_given_as_the_drafter():
+    path = str(checkpoint_path(GEMMA))
+    with pytest.raises(NoDrafter, match="its assistant is a repository of its own"):
+        load(path, draft_model=path)
+
+
+def test_an_assistant_given_as_the_model():
+    with pytest.raises(Incompatible, match="is a drafter, not a model"):
+        load(str(checkpoint_path(f"{GEMMA}-assistant")))
+
+
+def test_a_damaged_assistant_that_was_found(gemma_dir):
+    source = load_checkpoint(f"{GEMMA}-assistant")
+    del source.tensors["post_projection.weight"]
+    save(source, gemma_dir.parent / "gemma-4-E2B-it-assistant")
+    with pytest.raises(CheckpointError, match=r"lacks 1 .*post_projection\.weight") as error:
+        load(str(gemma_dir))
+    assert "--draft-model none" in str(error.value)
 
 
 def test_the_config_is_returned_as_mlx_lm_does(model_dir):
@@ -154,9 +323,11 @@ def test_the_pairing_is_no_part_of_the_models_weights(model_dir):
     ]
 
 
-def test_a_model_with_its_drafter_is_freed_at_once(model_dir):
+@pytest.mark.parametrize(("name", "kind"), [(NAME, "nextn"), (GEMMA, "gemma4-assistant")])
+def test_a_model_with_its_drafter_is_freed_at_once(name, kind):
     """There is no cycle that only the garbage collector would find."""
-    model, tokenizer = load(str(model_dir))
+    model, tokenizer = load(str(checkpoint_path(name)))
+    assert pairing_of(model).drafter.kind == kind
     list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=3))
     embedding = weakref.ref(model.layers[0].input_layernorm)
     gc.collect()
@@ -281,7 +452,7 @@ def test_a_model_without_a_head_given_as_the_drafter(model_dir, tmp_path):
 
 
 def test_a_missing_drafter(model_dir):
-    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+    with pytest.raises(CheckpointError, match="'nowhere' does not exist; give a dir"):
         load(str(model_dir), draft_model="nowhere")
 
 
@@ -334,3 +505,31 @@ def test_a_repository_that_is_not_here(tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith("Error: The model is not here")
     assert len(result.stderr.splitlines()) == 1
+
+
+def generate_with_a_drafter_from(endpoint, home, draft_model):
+    model = checkpoint_path("gemma4-e2b-trained")
+    options = ["--model", str(model), "--draft-model", draft_model, "--ignore-chat-template"]
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "generate", *options, "-m", "8", "--stats", "text"],
+        env=os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_drafter_from_the_hub(tmp_path):
+    """Downloaded once, then found in the cache."""
+    assistant = checkpoint_path("gemma4-e2b-trained-assistant")
+    with fake_hub({"org/tiny-assistant": assistant}) as endpoint:
+        result = generate_with_a_drafter_from(endpoint, tmp_path, "org/tiny-assistant")
+        missing = generate_with_a_drafter_from(endpoint, tmp_path, "org/none")
+    assert result.returncode == 0, result.stderr
+    assert "Speculation: gemma4-assistant" in result.stderr
+    assert missing.returncode == 1
+    assert missing.stderr.splitlines()[-1].startswith("Error: The drafter org/none does not exist")
+    again = generate_with_a_drafter_from(endpoint, tmp_path, "org/tiny-assistant")
+    assert "Speculation: gemma4-assistant" in again.stderr
+    unreachable = generate_with_a_drafter_from(endpoint, tmp_path, "org/none")
+    assert unreachable.returncode == 1
+    assert "the Hugging Face hub could not be reached" in unreachable.stderr

@@ -5,7 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.convert.norms import NormConvention
+from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.errors import Incompatible
 
 FORMAT_VERSION = 1
 
@@ -17,15 +18,11 @@ class Provenance:
     Attributes:
         source: the directory.
         files: the files that hold the head.
-        norm_convention: how the source stores its norms.
-        norm_evidence: what decided that.
         used, unused: names of the source's tensors.
     """
 
     source: str
     files: tuple[str, ...]
-    norm_convention: NormConvention
-    norm_evidence: str
     used: tuple[str, ...]
     unused: tuple[str, ...]
 
@@ -35,11 +32,22 @@ class Head:
     """A drafter that was read and checked.
 
     Attributes:
-        config: the drafter's config.json, without the `mlx_spec` block.
-        weights: exactly the parameters of its module, norms folded.
+        config: the drafter's config.json. Its `mlx_spec` block holds what the family has to say:
+            how norms are stored in `weights`, and what its module wants to know.
+        weights: exactly the parameters of its module.
         provenance: where they came from.
     """
 
     config: dict[str, Any]
     weights: dict[str, mx.array]
     provenance: Provenance
+
+
+def check_format_version(checkpoint: Checkpoint) -> None:
+    """Raises Incompatible for a drafter directory of a later mlx-spec."""
+    version = checkpoint.section("mlx_spec").get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise Incompatible(
+            f"{checkpoint.path} has format version {version}, and this mlx-spec reads "
+            f"{FORMAT_VERSION}: update mlx-spec or convert again"
+        )

@@ -12,11 +12,9 @@ the first two):
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.match import Recipe, copy
 from mlx_spec.errors import CheckpointError
 
 PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?mtp\.")
@@ -24,32 +22,6 @@ EXPERT = re.compile(r"^(?P<mlp>.*\.mlp)\.experts\.(?P<e>\d+)\.(?P<rest>(gate|up|
 FUSED = re.compile(r"^(?P<mlp>.*\.mlp)\.experts\.(?P<proj>gate_up|down)_proj(\.weight)?$")
 STACKED = re.compile(r"^(?P<mlp>.*\.mlp)\.switch_mlp\.")
 RENAMED = {"shared_head.head.weight": "lm_head.weight"}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one parameter is made.
-
-    Attributes:
-        sources: full names of the tensors.
-        shape: of what `make` will give.
-        dtype: of the sources, as safetensors spells it.
-        stack: put the sources along a new first axis.
-        half: of a fused `gate_up_proj`, 0 for the gate's rows and 1 for the others.
-    """
-
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    stack: bool = False
-    half: int | None = None
-
-    def make(self, values: list[mx.array]) -> mx.array:
-        if self.stack:
-            return mx.stack(values)  # (E, out, in)
-        if self.half is not None:
-            return mx.split(values[0], 2, axis=1)[self.half]  # (E, 2M, H) -> (E, M, H)
-        return values[0]
 
 
 def without_prefix(name: str) -> str:
@@ -92,7 +64,7 @@ def plan(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Recipe]:
         else:
             if match := STACKED.match(inner):
                 layouts[match["mlp"]].add("stacked experts")
-            add(RENAMED.get(inner, inner), _copy(checkpoint, name))
+            add(RENAMED.get(inner, inner), copy(checkpoint, name))
     for mlp, found in layouts.items():
         if len(found) > 1:
             raise CheckpointError(
@@ -102,11 +74,6 @@ def plan(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Recipe]:
     for key, by_number in experts.items():
         add(key, _stack(checkpoint, [by_number[e] for e in sorted(by_number)]))
     return recipes
-
-
-def _copy(checkpoint: Checkpoint, name: str) -> Recipe:
-    tensor = checkpoint.tensor(name)
-    return Recipe((name,), tensor.shape, tensor.dtype)
 
 
 def _stack(checkpoint: Checkpoint, names: list[str]) -> Recipe:
@@ -124,7 +91,7 @@ def _stack(checkpoint: Checkpoint, names: list[str]) -> Recipe:
 def _split(checkpoint: Checkpoint, mlp: str, projection: str, name: str) -> dict[str, Recipe]:
     tensor = checkpoint.tensor(name)
     if projection == "down":
-        return {f"{mlp}.switch_mlp.down_proj.weight": _copy(checkpoint, name)}
+        return {f"{mlp}.switch_mlp.down_proj.weight": copy(checkpoint, name)}
     if len(tensor.shape) != 3 or tensor.shape[1] % 2:
         raise CheckpointError(
             f"{name} in {checkpoint.path} is {tensor.shape} and should be (experts, 2 x rows, "

@@ -5,18 +5,15 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
-from mlx_spec.convert import fp8
+from mlx_spec.convert import fp8, match
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.head import FORMAT_VERSION, Head, Provenance
+from mlx_spec.convert.head import Head, Provenance, check_format_version
+from mlx_spec.convert.match import Recipes, Shapes
 from mlx_spec.convert.norms import norm_convention
-from mlx_spec.convert.qwen_names import PREFIX, Recipe, expert_number, plan, prefix_of
+from mlx_spec.convert.qwen_names import PREFIX, expert_number, plan, prefix_of
 from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
-from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
-from mlx_spec.randomness import untouched_generator
+from mlx_spec.errors import CheckpointError, NoDrafter
 
 DRAFTER_TYPE = "qwen3_5_mtp"
 TARGET_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -49,15 +46,23 @@ REQUIRED_MOE = [
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 ]
-FLOATS = {
-    "F32": mx.float32,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "F8_E4M3": mx.bfloat16,  # once it is decoded
-}
+FLOATS = match.FLOATS | {"F8_E4M3": mx.bfloat16}  # once it is decoded
 
-Recipes = dict[str, Recipe]
-Shapes = dict[str, tuple[int, ...]]
+# What is missing if tensors are, and why they may be.
+STRIPPED = (
+    "NextN head",
+    "the head was stripped from this repository or packed; convert from the original repository",
+)
+
+# What the configuration of a head has in common with that of its model.
+SHAPE = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 
 def has_head(checkpoint: Checkpoint) -> bool:
@@ -78,7 +83,7 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
 
     Raises:
         NoDrafter: the checkpoint has no head.
-        Incompatible: it is of an unsupported family or format version.
+        Incompatible: it is of a later format version.
         CheckpointError: tensors are missing, doubled, misshapen or unreadable, or nothing
             tells whether the norms are stored minus one.
     """
@@ -108,12 +113,26 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     origin = Provenance(
         source=str(checkpoint.path),
         files=tuple(files),
-        norm_convention=convention,
-        norm_evidence=evidence,
         used=tuple(sorted(used)),
         unused=tuple(sorted(set(names) - used)),
     )
+    config["mlx_spec"] = {"norm_convention": "folded", "norm_evidence": evidence}
     return Head(config, weights, origin)
+
+
+def build(config: dict[str, Any], weights: Iterable[str]) -> QwenNextN:
+    """The module of a head with these parameters."""
+    return QwenNextN(ModelArgs.from_config(config, dict.fromkeys(weights)))
+
+
+def misfits(drafter: Checkpoint, model: Checkpoint) -> list[str]:
+    """What keeps a head from working with a model, judged by their configurations."""
+    own, theirs = (c.section("text_config") or c.config for c in (drafter, model))
+    return [
+        f"its {key} is {own[key]} and the model's {theirs[key]}"
+        for key in SHAPE
+        if key in own and key in theirs and own[key] != theirs[key]
+    ]
 
 
 def _is_norm(key: str) -> bool:
@@ -133,11 +152,6 @@ def _find(checkpoint: Checkpoint) -> list[str]:
     """As `_head_names`, or an error that says why there is no head to read."""
     path, model_type = checkpoint.path, checkpoint.config.get("model_type")
     names = _head_names(checkpoint)
-    if names and model_type not in MODEL_TYPES:
-        raise Incompatible(
-            f"{path} has mtp tensors, but its model type {model_type!r} is not supported: "
-            f"supported are {', '.join(TARGET_TYPES)}"
-        )
     if not names and (layers := _announced_layers(checkpoint)):
         raise NoDrafter(
             f"config.json of {path} announces a NextN head (mtp_num_hidden_layers {layers}), but "
@@ -149,12 +163,7 @@ def _find(checkpoint: Checkpoint) -> list[str]:
             f"{path} (model type {model_type!r}) has no NextN head, as it holds no mtp tensors: "
             "convert from the original repository of a Qwen3-Next, Qwen3.5 or Qwen3.6 model"
         )
-    version = checkpoint.section("mlx_spec").get("format_version", FORMAT_VERSION)
-    if version != FORMAT_VERSION:
-        raise Incompatible(
-            f"{path} has format version {version}, and this mlx-spec reads {FORMAT_VERSION}: "
-            "update mlx-spec or convert again"
-        )
+    check_format_version(checkpoint)
     return names
 
 
@@ -165,14 +174,17 @@ def _match(checkpoint: Checkpoint, made: Recipes) -> tuple[dict[str, Any], Recip
     """
     config = _drafter_config(checkpoint, made)
     module = _skeleton(checkpoint, config, made)
-    if quantization := _quantize(checkpoint, module, made):
-        config |= {"quantization": quantization, "quantization_config": quantization}
-    needed = {key: value.shape for key, value in dict(tree_flatten(module.parameters())).items()}
+    drafter = checkpoint.config.get("model_type") == DRAFTER_TYPE
+    recorded = checkpoint.section("quantization") if drafter else {}  # else it is the target's
+    if quantization := match.pack(checkpoint, module, made, recorded):
+        config |= dict.fromkeys(match.QUANTIZATION, quantization)
+    needed = match.shapes(module)
     if config["text_config"].get("mtp_use_dedicated_embeddings"):
         needed.setdefault("embed_tokens.weight", (module.args.vocab_size, module.args.hidden_size))
-    _check_missing(checkpoint, made, needed)
-    _check_shapes(checkpoint, made, needed)
-    _check_dtypes(checkpoint, made, needed)
+    unused = sorted(name for key in made.keys() - needed for name in made[key].sources)
+    match.check_missing(checkpoint, _missing(checkpoint, made, needed), unused, *STRIPPED)
+    match.check_shapes(checkpoint, made, needed)
+    match.check_dtypes(checkpoint, made, needed, FLOATS)
     return config, {key: made[key] for key in sorted(needed)}
 
 
@@ -199,7 +211,7 @@ def _drafter_config(checkpoint: Checkpoint, made: Iterable[str]) -> dict[str, An
 def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The target's text configuration. Its quantization is no business of the drafter."""
     text = checkpoint.section("text_config") or checkpoint.config  # Qwen3-Next has one level
-    dropped = ("quantization", "quantization_config", "mlx_spec")
+    dropped = (*match.QUANTIZATION, "mlx_spec")
     return {key: value for key, value in text.items() if key not in dropped}
 
 
@@ -225,47 +237,11 @@ def _skeleton(checkpoint: Checkpoint, config: dict[str, Any], made: Iterable[str
         keys[f"layers.{i}.input_layernorm.weight"] = None
     if _is_moe(made):
         keys["layers.0.mlp.gate.weight"] = None
-    try:
-        with untouched_generator():
-            return QwenNextN(ModelArgs.from_config(config, keys))
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"config.json of {checkpoint.path} does not describe a NextN head ({error}): "
-            "download it from the original repository"
-        ) from error
+    return match.skeleton(checkpoint, "a NextN head", lambda: build(config, keys))
 
 
-def _quantize(checkpoint: Checkpoint, module: QwenNextN, made: Recipes) -> dict[str, Any]:
-    """Gives the module packed parameters where the source has them, as MLX files may.
-
-    Returns: the drafter's `quantization` block, empty if nothing is packed. A drafter directory
-    records it; elsewhere the block is about the target, so the head's is read off its shapes.
-    """
-    packed = [key.removesuffix(".scales") for key in made if key.endswith(".scales")]
-    if not packed:
-        return {}
-    drafter = checkpoint.config.get("model_type") == DRAFTER_TYPE
-    recorded = checkpoint.section("quantization") if drafter else {}
-    modules: dict[str, Any] = dict(module.named_modules())
-    stand_ins = {
-        key: mx.zeros(recipe.shape, mx.uint8 if recipe.dtype == "U8" else mx.float32)
-        for key, recipe in made.items()
-    }
-    try:
-        found = {
-            path: recorded.get(path) or infer_quant_config(path, modules[path], stand_ins)
-            for path in packed
-        }
-        nn.quantize(module, class_predicate=lambda path, _: found.get(path, False))
-    except (ValueError, KeyError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path} holds packed weights that do not fit the head ({error}): "
-            "convert from the original repository"
-        ) from error
-    return recorded or found[packed[0]] | found
-
-
-def _check_missing(checkpoint: Checkpoint, made: Recipes, needed: Shapes) -> None:
+def _missing(checkpoint: Checkpoint, made: Recipes, needed: Shapes) -> list[str]:
+    """Names of the tensors that would make what cannot be made, single experts included."""
     prefix = prefix_of(checkpoint.names)
     missing = [prefix + key for key in sorted(needed.keys() - made)]
     for key in sorted(needed.keys() & made):
@@ -277,34 +253,4 @@ def _check_missing(checkpoint: Checkpoint, made: Recipes, needed: Shapes) -> Non
                 for e in range(needed[key][0])
                 if e not in there
             ]
-    if not missing:
-        return
-    shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-    left_over = sorted(name for key in made.keys() - needed for name in made[key].sources)
-    hint = f" (and has no use for {', '.join(left_over[:5])})" if left_over else ""
-    raise CheckpointError(
-        f"{checkpoint.path} lacks {len(missing)} tensors of its NextN head: {shown}{hint}; the "
-        "head was stripped from this repository or packed; convert from the original repository"
-    )
-
-
-def _check_shapes(checkpoint: Checkpoint, made: Recipes, needed: Shapes) -> None:
-    wrong = [
-        f"{made[key].sources[0]} gives {key} the shape {made[key].shape} and not {shape}"
-        for key, shape in sorted(needed.items())
-        if made[key].shape != shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"tensors of {checkpoint.path} do not fit its config.json: {'; '.join(wrong)}"
-        )
-
-
-def _check_dtypes(checkpoint: Checkpoint, made: Recipes, needed: Shapes) -> None:
-    for key in needed:
-        packed = f"{key.rpartition('.')[0]}.scales" in needed
-        if made[key].dtype not in FLOATS and not (packed and made[key].dtype in ("U32", "U8")):
-            raise CheckpointError(
-                f"{made[key].sources[0]} in {checkpoint.path} is stored as {made[key].dtype}, "
-                "which is not supported: convert from the original repository"
-            )
+    return missing

@@ -18,9 +18,8 @@ from mlx_lm.utils import quantize_model
 
 from mlx_spec.convert.head import FORMAT_VERSION, Head
 from mlx_spec.convert.header import render_header
-from mlx_spec.convert.qwen_nextn import DRAFTER_TYPE
-from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
 from mlx_spec.errors import SpecError
+from mlx_spec.families import family_of_drafter, family_of_head
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -39,6 +38,8 @@ DTYPES = {
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
+    mx.int32: "I32",
+    mx.int64: "I64",
     mx.uint32: "U32",
     mx.uint8: "U8",
 }
@@ -56,7 +57,9 @@ def check_out(out: Path, source: Path) -> None:
     if not out.exists() or (out.is_dir() and not _files(out)):
         return
     if not _is_drafter(out):
-        raise SpecError(f"{out} exists and is not a drafter directory: choose another place")
+        raise SpecError(
+            f"{out} exists and is not a drafter directory of mlx-spec: choose another place"
+        )
     if others := sorted(_files(out) - {CONFIG, WEIGHTS, *TOKENIZER}):
         raise SpecError(
             f"{out} is a drafter directory that also holds {others[0]}, which would be lost: "
@@ -99,12 +102,10 @@ def write_drafter(
     try:
         with _new_directory(out) as directory:
             hashes = _write_weights(directory / WEIGHTS, weights)
-            config["mlx_spec"] = {
+            config["mlx_spec"] = head.config["mlx_spec"] | {
                 "format_version": FORMAT_VERSION,
                 "source": head.provenance.source,
                 "revision": None,
-                "norm_convention": "folded",
-                "norm_evidence": head.provenance.norm_evidence,
                 "sha256": hashes,
             }
             text = json.dumps(config, indent=4, sort_keys=True, ensure_ascii=False)
@@ -118,11 +119,15 @@ def write_drafter(
 
 
 def _is_drafter(path: Path) -> bool:
+    """Whether we wrote it."""
     try:
         config = json.loads((path / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("model_type") == DRAFTER_TYPE
+    # A downloaded assistant has the same model type, and may have a `mlx_spec` block by hand.
+    record = config.get("mlx_spec") if isinstance(config, dict) else None
+    ours = isinstance(record, dict) and "format_version" in record
+    return ours and family_of_drafter(config) is not None
 
 
 @contextlib.contextmanager
@@ -174,7 +179,8 @@ def _quantize(head: Head, bits: int, group_size: int) -> tuple[dict[str, Any], d
             f"{bits} bits in groups of {group_size} are not supported: bits are one of {BITS}, "
             f"groups one of {GROUP_SIZES}"
         )
-    module = QwenNextN(ModelArgs.from_config(head.config, head.weights))
+    family = family_of_head(head)
+    module = family.build(head.config, head.weights)
     module.load_weights(list(head.weights.items()), strict=True)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
         _, config = quantize_model(
@@ -182,7 +188,7 @@ def _quantize(head: Head, bits: int, group_size: int) -> tuple[dict[str, Any], d
             head.config,
             group_size,
             bits,
-            quant_predicate=quant_predicate(module, bits, group_size),
+            quant_predicate=quant_predicate(module, family.bottleneck, bits, group_size),
         )
     weights = dict(tree_flatten(module.parameters()))
     if not any(name.endswith(".scales") for name in weights):
@@ -194,18 +200,19 @@ def _quantize(head: Head, bits: int, group_size: int) -> tuple[dict[str, Any], d
 
 
 def quant_predicate(
-    module: QwenNextN, bits: int, group_size: int
+    module: Any, bottleneck: str, bits: int, group_size: int
 ) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
-    """Which layers keep eight bits: the routers, as in mlx-lm, and `fc`.
+    """Which layers keep eight bits: those that mlx-lm or the module keeps, such as routers, and
+    the matrix that all that the drafter knows of the target and of the last token passes through.
 
-    All that the head knows of the target and of the last token passes through `fc`, and the
-    official fp8 packs leave it in bfloat16. Eight bits lose little and are half as long to read.
+    The official fp8 packs of Qwen leave theirs in bfloat16. Eight bits lose little and are half
+    as long to read.
     """
     from_module = module.quant_predicate
     eight = {"group_size": group_size, "bits": 8, "mode": "affine"}
 
     def predicate(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-        keep = path == "fc" or isinstance(from_module(path, layer), dict)
+        keep = path == bottleneck or isinstance(from_module(path, layer), dict)
         return dict(eight) if keep and bits < 8 else True
 
     return predicate

@@ -1,0 +1,122 @@
+"""`mlx-spec convert`: from a checkpoint to a drafter directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.tokenizer import compare_tokenizers
+from mlx_spec.convert.write import DEFAULT_BITS, check_out, write_drafter
+from mlx_spec.errors import Incompatible, SpecError
+from mlx_spec.families import family_of, misfits
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        out: the drafter directory.
+        tensors: how many were written.
+        parameters: how many numbers the source's tensors have.
+        bytes_read: bytes of tensors read from the source.
+        source_bytes: size of all its safetensors.
+        norm_evidence: what decided whether the source's norms are stored minus one; None where
+            they never are.
+        unused: tensors of the head that nothing uses.
+        quantization: the `quantization` block of config.json, if any.
+        pairing: what was found of the drafter and the model that was given; None without one.
+    """
+
+    out: Path
+    tensors: int
+    parameters: int
+    bytes_read: int
+    source_bytes: int
+    norm_evidence: str | None
+    unused: tuple[str, ...]
+    quantization: dict[str, Any] | None
+    pairing: str | None
+
+    def as_text(self) -> str:
+        """Lines for people."""
+        packed = f", {self.quantization['bits']} bits" if self.quantization else ""
+        norms = f"; norms by {self.norm_evidence}" if self.norm_evidence else ""
+        lines = [
+            f"Wrote {self.out}: {self.tensors} tensors, {self.parameters / 1e6:.2f} M parameters"
+            f"{packed}",
+            f"Read {self.bytes_read / 1e6:.2f} of {self.source_bytes / 1e6:.2f} MB{norms}",
+        ]
+        if self.pairing:
+            lines.append(self.pairing)
+        if self.unused:
+            lines.append(f"Not used: {', '.join(self.unused)}")
+        return "\n".join(lines)
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    model: str | Path | None = None,
+    *,
+    quantize: bool = False,
+    q_bits: int | None = None,
+    q_group_size: int = 64,
+    dtype: str | None = None,
+) -> Report:
+    """Writes the drafter directory of the drafter in `source`.
+
+    Args:
+        source: directory of a Qwen model with a NextN head, of a Gemma-4 assistant, or a drafter
+            directory.
+        out: directory to write; an existing one is replaced if it is a drafter directory.
+        model: directory of the model that the drafter is for, to check that it fits.
+        quantize: pack the matrices.
+        q_bits: bits per weight of packed matrices. Default: 8, since heads of 4 bits have been
+            reported to lose most of their acceptance.
+        q_group_size: weights that share one scale.
+        dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
+
+    Raises:
+        NoDrafter: there is no head in `source`.
+        Incompatible: its family is not supported, or it does not fit `model`.
+        CheckpointError: `source` is damaged or incomplete; the message says what and where.
+        SpecError: `out` cannot be written, or an option does not fit.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    if dtype is not None and dtype not in DTYPES:
+        raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if q_bits is not None and not quantize:
+        raise SpecError("a number of bits was given without asking to quantise: do both or neither")
+    checkpoint = Checkpoint.open(source)
+    check_out(out, source)
+    head = family_of(checkpoint).read_head(checkpoint, DTYPES[dtype] if dtype else None)
+    pairing = None if model is None else _check_pairing(checkpoint, Path(model).expanduser())
+    bits = DEFAULT_BITS if q_bits is None else q_bits
+    config = write_drafter(head, out, quantize=quantize, q_bits=bits, q_group_size=q_group_size)
+    return Report(
+        out=out,
+        tensors=len(config["mlx_spec"]["sha256"]),
+        parameters=sum(value.size for value in head.weights.values()),
+        bytes_read=checkpoint.bytes_read,
+        source_bytes=checkpoint.source_bytes,
+        norm_evidence=config["mlx_spec"].get("norm_evidence"),
+        unused=head.provenance.unused,
+        quantization=config.get("quantization"),
+        pairing=pairing,
+    )
+
+
+def _check_pairing(drafter: Checkpoint, model: Path) -> str:
+    """A line that says that the drafter fits. Raises Incompatible if it does not."""
+    faults = misfits(family_of(drafter), drafter, Checkpoint.open(model))
+    tokenizers = compare_tokenizers(drafter.path, model)
+    if tokenizers.verdict == "differs":
+        faults.append(tokenizers.detail)
+    if faults:
+        raise Incompatible(f"{drafter.path} does not fit {model}: {'; '.join(faults)}")
+    return f"Fits {model}; {tokenizers.detail}"

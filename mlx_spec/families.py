@@ -1,0 +1,149 @@
+"""The families of drafters, one row each: what the converter, the loader and `inspect` need.
+
+A new family is one file in targets/, one in drafters/, one in convert/, and a row here.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_spec.convert import gemma4_assistant, qwen_nextn
+from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.head import Head
+from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.gemma4_assistant import AssistantDrafter
+from mlx_spec.drafters.qwen_nextn import NextNDrafter
+from mlx_spec.errors import Incompatible
+from mlx_spec.targets import gemma4
+from mlx_spec.targets.qwen import QwenTarget
+from mlx_spec.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of drafter.
+
+    Attributes:
+        drafter: makes a drafter of its module and its target, or raises Incompatible.
+        kind: of that drafter.
+        drafter_types: model types of drafter directories.
+        source_types: of all checkpoints that a drafter may be in.
+        target, target_types: the class of its targets, and their model types.
+        siblings: a pattern of names of drafter directories beside a model.
+        none_found: where a drafter was looked for in vain.
+        has_head: whether `read_head` has something to read in a checkpoint.
+        read_head: reads a drafter in a given dtype, or in its own.
+        build: the module of a drafter with this config and these weights, not quantised.
+        layers: of that module.
+        bottleneck: the matrix that all its knowledge of the target passes through.
+        misfits: what keeps the first checkpoint's drafter from working with the second one, a
+            model of `target_types`; one clause for each fault.
+    """
+
+    drafter: Callable[[Any, Any], Drafter]
+    kind: str
+    drafter_types: tuple[str, ...]
+    source_types: tuple[str, ...]
+    target: type
+    target_types: tuple[str, ...]
+    siblings: str
+    none_found: str
+    has_head: Callable[[Checkpoint], bool]
+    read_head: Callable[[Checkpoint, mx.Dtype | None], Head]
+    build: Callable[[dict[str, Any], Iterable[str]], Any]
+    layers: Callable[[Any], list[nn.Module]]
+    bottleneck: str
+    misfits: Callable[[Checkpoint, Checkpoint], list[str]]
+
+
+QWEN_NEXTN = Family(
+    drafter=NextNDrafter,
+    kind=NextNDrafter.kind,
+    drafter_types=(qwen_nextn.DRAFTER_TYPE,),
+    source_types=qwen_nextn.MODEL_TYPES,
+    target=QwenTarget,
+    target_types=qwen_nextn.TARGET_TYPES,
+    siblings="*-[Mm][Tt][Pp]*",
+    none_found="no mtp.* weights among the model's own and no *-MTP* drafter beside it",
+    has_head=qwen_nextn.has_head,
+    read_head=qwen_nextn.read_head,
+    build=qwen_nextn.build,
+    layers=lambda module: module.layers,
+    bottleneck="fc",
+    misfits=qwen_nextn.misfits,
+)
+GEMMA4_ASSISTANT = Family(
+    drafter=AssistantDrafter,
+    kind=AssistantDrafter.kind,
+    drafter_types=gemma4_assistant.DRAFTER_TYPES,
+    source_types=gemma4_assistant.DRAFTER_TYPES,
+    target=gemma4.Gemma4Target,
+    target_types=gemma4.FAMILIES,
+    siblings="*-[Aa]ssistant*",
+    none_found="no *-assistant* drafter beside it",
+    has_head=gemma4_assistant.has_head,
+    read_head=gemma4_assistant.read_head,
+    build=gemma4_assistant.build,
+    layers=lambda module: module.model.layers,
+    bottleneck="pre_projection",
+    misfits=gemma4_assistant.misfits,
+)
+FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT)
+
+
+def family_of_drafter(config: dict[str, Any]) -> Family | None:
+    """The family of a drafter directory; None if its config.json is that of something else."""
+    model_type = config.get("model_type")
+    return next((family for family in FAMILIES if model_type in family.drafter_types), None)
+
+
+def family_of_head(head: Head) -> Family:
+    """The family of a drafter that was read."""
+    family = family_of_drafter(head.config)
+    assert family is not None
+    return family
+
+
+def family_of_target(config: dict[str, Any]) -> Family | None:
+    """The family of the drafters for a model; None if there is none."""
+    model_type = config.get("model_type")
+    return next((family for family in FAMILIES if model_type in family.target_types), None)
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint that a drafter is to be read from.
+
+    Raises:
+        Incompatible: it is of none.
+    """
+    config = checkpoint.config
+    family = family_of_drafter(config) or family_of_target(config)
+    if family is None:
+        supported = [name for family in FAMILIES for name in family.source_types]
+        raise Incompatible(
+            f"{checkpoint.path} holds no drafter that can be read, as its model type "
+            f"{config.get('model_type')!r} is not supported: supported are {', '.join(supported)}"
+        )
+    return family
+
+
+def misfits(family: Family, drafter: Checkpoint, model: Checkpoint) -> list[str]:
+    """What keeps a checkpoint's drafter from working with a model, judged by their
+    configurations; one clause for each fault."""
+    model_type = model.config.get("model_type")
+    if model_type not in family.target_types:
+        models = ", ".join(family.target_types)
+        return [f"it is for models of type {models}, and the model is a {model_type}"]
+    return family.misfits(drafter, model)
+
+
+def check_target(family: Family, target: Target) -> None:
+    """Raises Incompatible for a target of another family."""
+    if not isinstance(target, family.target):
+        raise Incompatible(
+            f"The drafter does not fit the model: it is for models of type "
+            f"{', '.join(family.target_types)}; give the drafter of this model."
+        )
