@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.quantize import DEFAULT_BITS, quantize_head
 from mlx_spec.convert.tokenizer import compare_tokenizers
-from mlx_spec.convert.write import DEFAULT_BITS, check_out, write_drafter
+from mlx_spec.convert.write import check_out, write_drafter
 from mlx_spec.errors import Incompatible, SpecError
 from mlx_spec.families import family_of, misfits
 
@@ -94,14 +95,19 @@ def convert(
         raise SpecError("a number of bits was given without asking to quantise: do both or neither")
     checkpoint = Checkpoint.open(source)
     check_out(out, source)
-    head = family_of(checkpoint).read_head(checkpoint, DTYPES[dtype] if dtype else None)
+    family = family_of(checkpoint)
+    head = family.read_head(checkpoint, DTYPES[dtype] if dtype else None)
+    parameters = sum(value.size for value in head.weights.values())
     pairing = None if model is None else _check_pairing(checkpoint, Path(model).expanduser())
-    bits = DEFAULT_BITS if q_bits is None else q_bits
-    config = write_drafter(head, out, quantize=quantize, q_bits=bits, q_group_size=q_group_size)
+    if quantize:
+        module = family.build(head.config, head.weights)
+        bits = DEFAULT_BITS if q_bits is None else q_bits
+        head = quantize_head(head, module, bits, q_group_size)
+    config = write_drafter(head, out)
     return Report(
         out=out,
         tensors=len(config["mlx_spec"]["sha256"]),
-        parameters=sum(value.size for value in head.weights.values()),
+        parameters=parameters,
         bytes_read=checkpoint.bytes_read,
         source_bytes=checkpoint.source_bytes,
         norm_evidence=config["mlx_spec"].get("norm_evidence"),

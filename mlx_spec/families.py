@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx_spec.convert import gemma4_assistant, qwen_nextn
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
-from mlx_spec.drafters import Drafter
 from mlx_spec.drafters.gemma4_assistant import AssistantDrafter
 from mlx_spec.drafters.qwen_nextn import NextNDrafter
 from mlx_spec.errors import Incompatible
@@ -27,8 +26,7 @@ class Family:
     """A kind of drafter.
 
     Attributes:
-        drafter: makes a drafter of its module and its target, or raises Incompatible.
-        kind: of that drafter.
+        drafter: the class of a drafter, which is made of its module and its target.
         drafter_types: model types of drafter directories.
         source_types: of all checkpoints that a drafter may be in.
         target, target_types: the class of its targets, and their model types.
@@ -38,13 +36,11 @@ class Family:
         read_head: reads a drafter in a given dtype, or in its own.
         build: the module of a drafter with this config and these weights, not quantised.
         layers: of that module.
-        bottleneck: the matrix that all its knowledge of the target passes through.
         misfits: what keeps the first checkpoint's drafter from working with the second one, a
             model of `target_types`; one clause for each fault.
     """
 
-    drafter: Callable[[Any, Any], Drafter]
-    kind: str
+    drafter: Any
     drafter_types: tuple[str, ...]
     source_types: tuple[str, ...]
     target: type
@@ -55,13 +51,11 @@ class Family:
     read_head: Callable[[Checkpoint, mx.Dtype | None], Head]
     build: Callable[[dict[str, Any], Iterable[str]], Any]
     layers: Callable[[Any], list[nn.Module]]
-    bottleneck: str
     misfits: Callable[[Checkpoint, Checkpoint], list[str]]
 
 
 QWEN_NEXTN = Family(
     drafter=NextNDrafter,
-    kind=NextNDrafter.kind,
     drafter_types=(qwen_nextn.DRAFTER_TYPE,),
     source_types=qwen_nextn.MODEL_TYPES,
     target=QwenTarget,
@@ -72,23 +66,20 @@ QWEN_NEXTN = Family(
     read_head=qwen_nextn.read_head,
     build=qwen_nextn.build,
     layers=lambda module: module.layers,
-    bottleneck="fc",
     misfits=qwen_nextn.misfits,
 )
 GEMMA4_ASSISTANT = Family(
     drafter=AssistantDrafter,
-    kind=AssistantDrafter.kind,
     drafter_types=gemma4_assistant.DRAFTER_TYPES,
     source_types=gemma4_assistant.DRAFTER_TYPES,
     target=gemma4.Gemma4Target,
     target_types=gemma4.FAMILIES,
     siblings="*-[Aa]ssistant*",
-    none_found="no *-assistant* drafter beside it",
+    none_found="no *-assistant* drafter beside it (--draft-model names one elsewhere)",
     has_head=gemma4_assistant.has_head,
     read_head=gemma4_assistant.read_head,
     build=gemma4_assistant.build,
     layers=lambda module: module.model.layers,
-    bottleneck="pre_projection",
     misfits=gemma4_assistant.misfits,
 )
 FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT)

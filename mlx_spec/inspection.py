@@ -174,7 +174,7 @@ def _facts(path: Path, checkpoint: Checkpoint, head: Head, module: Any) -> Draft
     family = family_of_head(head)
     return DrafterFacts(
         str(path),
-        family.kind,
+        family.drafter.kind,
         len(family.layers(module)),
         get_total_parameters(module),
         head.config.get("quantization"),

@@ -443,7 +443,8 @@ def test_inspect_a_gemma_without_an_assistant(tmp_path):
     exit_code, facts = inspect_json(tmp_path / "gemma")
     assert (exit_code, facts["verdict"], facts["drafter"]) == (2, "no-drafter", None)
     assert facts["why"] == (
-        "no *-assistant* drafter beside it; other-assistant beside it does not fit: "
+        "no *-assistant* drafter beside it (--draft-model names one elsewhere); "
+        "other-assistant beside it does not fit: "
         "its vocab_size is 256 and the model's vocabulary is 512"
     )
 

@@ -136,7 +136,9 @@ def test_assistants_that_do_not_fit_are_passed_over_and_named(tmp_path):
     (damaged / "config.json").write_text("{")
     found = find_drafter(model)
     assert found.path is None
-    assert found.why_not.startswith("no *-assistant* drafter beside it; ")
+    assert found.why_not.startswith(
+        "no *-assistant* drafter beside it (--draft-model names one elsewhere); "
+    )
     for i, (_, words) in enumerate(MISFITS.values()):
         assert f"gemma-4-31B-it-{i}-assistant beside it does not fit: {words}" in found.why_not
     assert "qwen-assistant beside it does not fit: it is for models of type qwen3" in found.why_not

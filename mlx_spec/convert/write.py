@@ -2,24 +2,19 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.utils import quantize_model
 
 from mlx_spec.convert.head import FORMAT_VERSION, Head
 from mlx_spec.convert.header import render_header
 from mlx_spec.errors import SpecError
-from mlx_spec.families import family_of_drafter, family_of_head
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -31,9 +26,6 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
 )
-DEFAULT_BITS = 8
-BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZES = (32, 64, 128)
 DTYPES = {
     mx.float32: "F32",
     mx.float16: "F16",
@@ -72,36 +64,22 @@ def _files(path: Path) -> set[str]:
     return {path.name for path in path.iterdir() if not path.name.startswith(".")}
 
 
-def write_drafter(
-    head: Head,
-    out: Path,
-    *,
-    quantize: bool = False,
-    q_bits: int = DEFAULT_BITS,
-    q_group_size: int = 64,
-) -> dict[str, Any]:
-    """Writes the drafter directory `out` of a head.
+def write_drafter(head: Head, out: Path) -> dict[str, Any]:
+    """Writes the drafter directory `out` of a head; the same head gives the same bytes.
 
-    The same head and arguments give the same bytes.
-
-    Args:
-        head: what `read_head` returned.
-        out: replaced if it is a drafter directory.
-        quantize: pack the matrices; see `quant_predicate` for the exceptions.
+    `out` is replaced if it is a drafter directory.
 
     Returns: config.json as written.
 
     Raises:
-        SpecError: `out` cannot be written, or the head cannot be quantised that way.
+        SpecError: `out` cannot be written.
     """
     source = Path(head.provenance.source)
     check_out(out, source)
-    config, weights = dict(head.config), head.weights
-    if quantize:
-        config, weights = _quantize(head, q_bits, q_group_size)
+    config = dict(head.config)
     try:
         with _new_directory(out) as directory:
-            hashes = _write_weights(directory / WEIGHTS, weights)
+            hashes = _write_weights(directory / WEIGHTS, head.weights)
             config["mlx_spec"] = head.config["mlx_spec"] | {
                 "format_version": FORMAT_VERSION,
                 "source": head.provenance.source,
@@ -126,8 +104,7 @@ def _is_drafter(path: Path) -> bool:
         return False
     # A downloaded assistant has the same model type, and may have a `mlx_spec` block by hand.
     record = config.get("mlx_spec") if isinstance(config, dict) else None
-    ours = isinstance(record, dict) and "format_version" in record
-    return ours and family_of_drafter(config) is not None
+    return isinstance(record, dict) and "format_version" in record
 
 
 @contextlib.contextmanager
@@ -167,52 +144,3 @@ def _write_weights(path: Path, weights: dict[str, mx.array]) -> dict[str, str]:
             hashes[name] = hashlib.sha256(data).hexdigest()
             file.write(data)
     return hashes
-
-
-def _quantize(head: Head, bits: int, group_size: int) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    if "quantization" in head.config:
-        raise SpecError(
-            f"{head.provenance.source} is quantised already: convert from the original repository"
-        )
-    if bits not in BITS or group_size not in GROUP_SIZES:
-        raise SpecError(
-            f"{bits} bits in groups of {group_size} are not supported: bits are one of {BITS}, "
-            f"groups one of {GROUP_SIZES}"
-        )
-    family = family_of_head(head)
-    module = family.build(head.config, head.weights)
-    module.load_weights(list(head.weights.items()), strict=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
-        _, config = quantize_model(
-            module,
-            head.config,
-            group_size,
-            bits,
-            quant_predicate=quant_predicate(module, family.bottleneck, bits, group_size),
-        )
-    weights = dict(tree_flatten(module.parameters()))
-    if not any(name.endswith(".scales") for name in weights):
-        raise SpecError(
-            f"no matrix of {head.provenance.source} divides into groups of {group_size}: "
-            "choose a smaller group size"
-        )
-    return config, weights
-
-
-def quant_predicate(
-    module: Any, bottleneck: str, bits: int, group_size: int
-) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
-    """Which layers keep eight bits: those that mlx-lm or the module keeps, such as routers, and
-    the matrix that all that the drafter knows of the target and of the last token passes through.
-
-    The official fp8 packs of Qwen leave theirs in bfloat16. Eight bits lose little and are half
-    as long to read.
-    """
-    from_module = module.quant_predicate
-    eight = {"group_size": group_size, "bits": 8, "mode": "affine"}
-
-    def predicate(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-        keep = path == bottleneck or isinstance(from_module(path, layer), dict)
-        return dict(eight) if keep and bits < 8 else True
-
-    return predicate

@@ -125,10 +125,13 @@ class Gemma4Assistant(nn.Module):
 
     @property
     def quant_predicate(self):
-        """The choice of clusters keeps 8 bits, as routers do in mlx-lm."""
+        """The choice of clusters keeps 8 bits, as routers do in mlx-lm; so does the projection
+        through which passes all that the drafter knows of the newest token."""
 
         def predicate(path: str, _: nn.Module) -> bool | dict[str, int]:
-            return {"group_size": 64, "bits": 8} if path.endswith("centroids") else True
+            if path in ("masked_embedding.centroids", "pre_projection"):
+                return {"group_size": 64, "bits": 8}
+            return True
 
         return predicate
 

@@ -85,10 +85,11 @@ class QwenNextN(nn.Module):
 
     @property
     def quant_predicate(self):
-        """As in mlx-lm: the routers of a mixture of experts keep 8 bits."""
+        """As in mlx-lm, the routers of a mixture of experts keep 8 bits. So does `fc`, through
+        which passes all that the head knows of the target; fp8 packs leave it in bfloat16."""
 
         def predicate(path: str, _: nn.Module) -> bool | dict[str, int]:
-            if path.endswith("mlp.gate") or path.endswith("shared_expert_gate"):
+            if path == "fc" or path.endswith(("mlp.gate", "shared_expert_gate")):
                 return {"group_size": 64, "bits": 8}
             return True
 
