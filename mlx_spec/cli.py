@@ -103,10 +103,11 @@ def run_generate(args: argparse.Namespace) -> None:
             stats = response.spec or stats
             yield response
 
+    default_model = str(demo.demo_model()) if args.model is None else args.model
     main = bound(
         stock_main,
         setup_arg_parser=lambda: SimpleNamespace(parse_args=lambda: args),
-        DEFAULT_MODEL=str(demo.demo_model()),
+        DEFAULT_MODEL=default_model,
         load=load_pair,
         generate=bound(stock_generate, stream_generate=stream),
     )
@@ -149,7 +150,7 @@ def demo_command(
 )
 @click.option("-q", "--quantize", is_flag=True, help="Quantise the drafter.")
 @click.option("--q-bits", type=int, help="Bits per weight. Default: 8.")
-@click.option("--q-group-size", type=int, default=64, help="Weights per scale. Default: 64.")
+@click.option("--q-group-size", type=int, help="Weights per scale. Default: 64.")
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPES)),

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.quantize import DEFAULT_BITS, quantize_head
+from mlx_spec.convert.quantize import DEFAULT_BITS, DEFAULT_GROUP_SIZE, quantize_head
 from mlx_spec.convert.tokenizer import compare_tokenizers
 from mlx_spec.convert.write import check_out, write_drafter
 from mlx_spec.errors import Incompatible, SpecError
@@ -66,7 +66,7 @@ def convert(
     *,
     quantize: bool = False,
     q_bits: int | None = None,
-    q_group_size: int = 64,
+    q_group_size: int | None = None,
     dtype: str | None = None,
 ) -> Report:
     """Writes the drafter directory of the drafter in `source`.
@@ -79,7 +79,7 @@ def convert(
         quantize: pack the matrices.
         q_bits: bits per weight of packed matrices. Default: 8, since heads of 4 bits have been
             reported to lose most of their acceptance.
-        q_group_size: weights that share one scale.
+        q_group_size: weights that share one scale. Default: 64.
         dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
 
     Raises:
@@ -91,18 +91,21 @@ def convert(
     source, out = Path(source).expanduser(), Path(out).expanduser()
     if dtype is not None and dtype not in DTYPES:
         raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if q_bits is not None and not quantize:
-        raise SpecError("a number of bits was given without asking to quantise: do both or neither")
+    if (q_bits is not None or q_group_size is not None) and not quantize:
+        raise SpecError("how to quantise was given without asking to quantise: do both or neither")
     checkpoint = Checkpoint.open(source)
     check_out(out, source)
     family = family_of(checkpoint)
+    pairing = None
+    if model is not None and family.has_head(checkpoint):
+        pairing = _check_pairing(checkpoint, Path(model).expanduser())
     head = family.read_head(checkpoint, DTYPES[dtype] if dtype else None)
     parameters = sum(value.size for value in head.weights.values())
-    pairing = None if model is None else _check_pairing(checkpoint, Path(model).expanduser())
     if quantize:
         module = family.build(head.config, head.weights)
         bits = DEFAULT_BITS if q_bits is None else q_bits
-        head = quantize_head(head, module, bits, q_group_size)
+        group_size = DEFAULT_GROUP_SIZE if q_group_size is None else q_group_size
+        head = quantize_head(head, module, bits, group_size)
     config = write_drafter(head, out)
     return Report(
         out=out,

@@ -26,7 +26,10 @@ def demo_model(family: str = DEFAULT_FAMILY) -> Path:
     for place in (package / "demo_models", package.parent / "models"):
         if (place / MODELS[family] / "config.json").is_file():
             return place / MODELS[family]
-    raise CheckpointError("The demo model is not installed; give a model with --model.")
+    raise CheckpointError(
+        f"The demo model {MODELS[family]} is not installed; install mlx-spec again, or give a "
+        "model of your own to mlx-spec generate --model."
+    )
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def speculative_generate_step(
         num_draft_tokens: drafts in a round, at least 0. None: the default, 3.
         prompt_cache: the model's caches, or these and the drafter's in one list, as
             `mlx_lm.generate.speculative_generate_step` takes them. Updated in place; afterwards
-            it holds the prompt and all yielded tokens.
+            it holds the prompt and all yielded tokens; until then it is not to be read.
         stats: counters to be filled in.
 
     Yields: token, its log-probabilities (V,), and whether the drafter had proposed it.
@@ -108,22 +108,22 @@ def speculative_generate_step(
 
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, max_kv_size=max_kv_size)
+    target = target_for(model)
     own = caches_of(model, prompt_cache)
-    check_caches(own)
-    draft_caches = prompt_cache[len(own) :]
-    caches = in_time_order(own)
+    check_caches(target, own)
     request = Request(
-        target_for(model),
+        target,
         draft_model,
         make_law(sampler, logits_processors, prompt),
-        caches,
-        draft_caches or draft_model.make_cache(),
+        own,
+        prompt_cache[len(own) :] or draft_model.make_cache(),
         num_draft_tokens,
         prompt.astype(mx.uint32),
         KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
     )
     progress = prompt_progress_callback or (lambda done, total: None)
     try:
+        in_time_order(own)
         with mx.stream(stream):
             request.prefill(prefill_step_size, progress)
         with closing(speculate(request, stream, max_tokens, stats)) as tokens:
@@ -132,7 +132,7 @@ def speculative_generate_step(
                     progress(len(prompt), len(prompt))
                 yield token
     finally:
-        prompt_cache[: len(own)] = settled(caches)  # mlx-lm replaces entries where it quantises
+        prompt_cache[: len(own)] = settled(own)  # mlx-lm replaces what it quantises
 
 
 def caches_of(model: nn.Module, prompt_cache: list[Any] | None) -> list[Any]:
@@ -210,9 +210,9 @@ def choose_drafter(
     else:
         try:
             stats.reason = "unsupported-model"
-            target_for(model)
+            target = target_for(model)
             stats.reason = "unsupported-cache"
-            check_caches(caches_of(model, options.get("prompt_cache")))
+            check_caches(target, caches_of(model, options.get("prompt_cache")))
             stats.reason = None
             return drafter
         except Incompatible as error:

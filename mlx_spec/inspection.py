@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub.errors import LocalEntryNotFoundError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters, load_model
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
-from mlx_spec.errors import Incompatible, NoDrafter
+from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
 from mlx_spec.generate import DEFAULT_NUM_DRAFT_TOKENS
 from mlx_spec.load import (
@@ -26,7 +27,7 @@ from mlx_spec.load import (
     read_drafter,
 )
 from mlx_spec.rollback import check_caches
-from mlx_spec.targets import FAMILIES, target_for, unsupported
+from mlx_spec.targets import MODEL_TYPES, target_for, unsupported
 
 Verdict = Literal["usable", "no-drafter", "unverified", "incompatible"]
 EXIT_CODES: dict[Verdict, int] = {"usable": 0, "no-drafter": 2, "unverified": 3, "incompatible": 4}
@@ -130,7 +131,12 @@ def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
 
     Raises: SpecError where the files are damaged.
     """
-    path = local_path(path_or_hf_repo)
+    try:
+        path = local_path(path_or_hf_repo)
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{path_or_hf_repo} has not been downloaded; do so with hf download {path_or_hf_repo}."
+        ) from error
     checkpoint = Checkpoint.open(path)
     family = str(checkpoint.config.get("model_type"))
     quantization = checkpoint.config.get("quantization")
@@ -147,12 +153,12 @@ def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
         return conclude("unverified", "a drafter alone; inspect the model it is for")
     check_model(str(path))
     try:
-        if family not in FAMILIES:
+        if family not in MODEL_TYPES:
             raise unsupported(family)
         found = find_drafter(path) if draft_model == "auto" else Found(drafter_path(draft_model))
         model, _ = load_model(path, lazy=True)
         target = target_for(model)
-        check_caches(make_prompt_cache(model))
+        check_caches(target, make_prompt_cache(model))
         if found.path is None:
             raise NoDrafter(found.why_not)
         head = read_drafter(found.path, target)

@@ -15,7 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, infer_quant_config
 
 from mlx_spec.convert.checkpoint import Checkpoint
@@ -153,6 +159,11 @@ def drafter_path(draft_model: str) -> Path:
         raise CheckpointError("The name of the drafter is empty; give a directory or ORG/REPO.")
     try:
         return local_path(draft_model, local_files_only=False)
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"The Hugging Face hub does not let you download the drafter {draft_model}; accept its "
+            "licence there and log in with `hf auth login`."
+        ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
             f"The drafter {draft_model} does not exist, neither here nor on the Hugging Face hub; "
@@ -167,7 +178,12 @@ def drafter_path(draft_model: str) -> Path:
 
 def check_repository_name(name: str) -> None:
     """Raises CheckpointError for a path that does not exist and cannot be a repository."""
-    if name.count("/") != 1 or name[0] in "./~":
+    try:
+        validate_repo_id(name)
+        possible = name.count("/") == 1
+    except HFValidationError:
+        possible = False
+    if not possible:
         raise CheckpointError(f"{name!r} does not exist; give a directory or ORG/REPO.")
 
 
@@ -199,9 +215,15 @@ def find_drafter(model_path: Path) -> Found:
         else:
             fitting.append(path)
     if fitting:
-        alike = [len(commonprefix([path.name, places[0].name])) for path in fitting]  # noqa: RUF071
-        return Found(fitting[alike.index(max(alike))])
+        names = {place.name for place in places}
+        return Found(max(fitting, key=lambda path: _preference(path, names)))
     return Found(None, "; ".join([family.none_found, *passed_over]))
+
+
+def _preference(path: Path, names: set[str]) -> tuple[int, int]:
+    """The most alike name first, then the smaller drafter: whoever made it wants it used."""
+    alike = max(len(commonprefix([path.name, name])) for name in names)  # noqa: RUF071
+    return alike, -Checkpoint.open(path).source_bytes
 
 
 def _why_unfit(path: Path, model: Checkpoint) -> str:

@@ -112,11 +112,11 @@ RULES: dict[type, type[AppendedRows] | type[RecurrentState]] = {
 }
 
 
-def check_caches(caches: list[Any]) -> None:
-    """Raises Incompatible that names the first cache without a rule."""
+def check_caches(target: Target, caches: list[Any]) -> None:
+    """Raises Incompatible that names the first cache that cannot be rolled back."""
     for cache in caches:
         if type(cache) is RotatingKVCache:
-            check_ring(cache)
+            check_ring(cache, target.window)
         elif type(cache) not in RULES:
             raise Incompatible(
                 f"A cache of class {type(cache).__name__} cannot be rolled back, "
@@ -132,10 +132,17 @@ class Transaction:
         self.rules = [RULES[type(cache)](cache) for cache in caches]
 
     def prefill(self, tokens: mx.array) -> mx.array:
-        """tokens (T,) -> hidden (1, T, H). All rows stay, unless the transaction is aborted."""
+        """tokens (T,) -> hidden (1, T, H). All rows stay, unless the transaction is aborted
+        before `keep_all`."""
         hidden, _ = self.target(tokens[None], self.caches)
         self._built()
         return hidden
+
+    def keep_all(self) -> None:
+        """What was prefilled stays: this transaction can no longer be aborted."""
+        for cache in self.caches:
+            if isinstance(cache, SlidingWindow):
+                cache.keep_update()
 
     def verify(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """tokens (T,) -> hidden (1, T, H), logits (1, T, V). `commit` says how many rows stay."""

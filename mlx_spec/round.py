@@ -120,6 +120,7 @@ class Request:
                 transaction.abort()
                 self.drafter.rewind(self.draft_caches, position)
                 raise
+            transaction.keep_all()
             self.unlearnt = newest
             done += rows
             progress(done, total)

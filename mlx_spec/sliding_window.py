@@ -12,14 +12,15 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_spec.errors import Incompatible
 
-ROOM = 32  # rows; the window is copied once in as many
+ROOM = 32  # rows to spare, so that the window is copied once in as many
 
 
 class SlidingWindow(RotatingKVCache):
     """Takes the place of `ring` while a generation is under way.
 
     `keys` and `values` (1, heads, rows, D) hold the rows from position `first` on. What the last
-    update appended can be dropped and still leaves `max_size` rows.
+    two updates appended can be dropped and still leaves `max_size` rows.
+
     """
 
     def __init__(self, ring: RotatingKVCache):
@@ -29,7 +30,6 @@ class SlidingWindow(RotatingKVCache):
         if not ring.empty():
             self.keys = ring._temporal_order(ring.keys)
             self.values = ring._temporal_order(ring.values)
-            ring.keys = ring.values = None  # until `settle`: not the same rows twice
         self.first = self.offset - (0 if self.empty() else self.keys.shape[2])
         self.last_update = 0  # rows
 
@@ -40,8 +40,9 @@ class SlidingWindow(RotatingKVCache):
         rows = self.offset - self.first
         if self.empty() or rows + new > self.keys.shape[2]:
             kept = min(rows, self.max_size + self.last_update)
-            self.keys = _with_room(self.keys, rows - kept, rows, keys, new + ROOM)
-            self.values = _with_room(self.values, rows - kept, rows, values, new + ROOM)
+            room = new + (ROOM if new <= ROOM else 0)  # none after a chunk of the prompt
+            self.keys = _with_room(self.keys, rows - kept, rows, keys, room)
+            self.values = _with_room(self.values, rows - kept, rows, values, room)
             self.first, rows = self.offset - kept, kept
         self.keys[..., rows : rows + new, :] = keys
         self.values[..., rows : rows + new, :] = values
@@ -58,22 +59,28 @@ class SlidingWindow(RotatingKVCache):
         newest = slice(max(0, rows - count), rows)
         return self.keys[..., newest, :], self.values[..., newest, :]
 
+    def keep_update(self) -> None:
+        """The last update will not be dropped, so no row beyond the window is needed for it."""
+        self.last_update = 0
+
     def settle(self) -> None:
-        """Give the ring what is now in the window."""
+        """Give the ring what is now in the window, and no view of a longer buffer."""
         keys = values = None
         if self.offset > 0:
-            keys, values = self.keys_and_values()
+            keys, values = map(mx.contiguous, self.keys_and_values())
+            mx.async_eval(keys, values)
         rows = 0 if keys is None else keys.shape[2]
         self.ring.state = (keys, values, self.offset, 0, self.max_size, rows)
 
 
-def check_ring(ring: RotatingKVCache) -> None:
-    """Raises Incompatible for a ring that keeps its first rows past the window: mlx-lm hides
-    those from all but the first of several tokens, so their text would differ."""
-    if ring.keep:
+def check_ring(ring: RotatingKVCache, window: int | None) -> None:
+    """Raises Incompatible for a ring that shows several tokens other rows than it shows each of
+    them alone: one whose size is not the model's window, or that keeps its first rows."""
+    if ring.max_size != window or ring.keep:
         raise Incompatible(
-            f"A RotatingKVCache that keeps its first {ring.keep} rows cannot be checked by blocks, "
-            "so this prompt cache is decoded without drafts."
+            f"A RotatingKVCache of {ring.max_size} rows that keeps the first {ring.keep} does not "
+            f"belong to this model, whose window is {window}, so this prompt cache is decoded "
+            "without drafts."
         )
 
 
@@ -84,13 +91,19 @@ def _with_room(old: mx.array | None, begin: int, end: int, like: mx.array, room:
 
 
 def in_time_order(caches: list[Any]) -> list[Any]:
-    """The caches to decode with."""
-    return [SlidingWindow(c) if type(c) is RotatingKVCache else c for c in caches]
+    """Put a SlidingWindow in the place of each ring in the list, and return the list. The rings
+    are empty until `settled`: no row is held twice."""
+    for i, cache in enumerate(caches):
+        if type(cache) is RotatingKVCache:
+            caches[i] = SlidingWindow(cache)
+            cache.keys = cache.values = None
+    return caches
 
 
 def settled(caches: list[Any]) -> list[Any]:
-    """mlx-lm's own caches again, with what these hold."""
-    for cache in caches:
+    """Put the rings back, with what is now in their windows, and return the list."""
+    for i, cache in enumerate(caches):
         if isinstance(cache, SlidingWindow):
             cache.settle()
-    return [c.ring if isinstance(c, SlidingWindow) else c for c in caches]
+            caches[i] = cache.ring
+    return caches

@@ -22,8 +22,11 @@ WIDTH = 1024
 PRELOAD = "/usr/lib/libopenblas.so.0"
 
 
-def load(width: int):
-    return bench_decode.load(str(demo_model()), width, "float32")
+DEMOS = pytest.mark.parametrize("family", ["qwen3.5", "gemma4"])
+
+
+def load(width: int, family: str = "qwen3.5"):
+    return bench_decode.load(str(demo_model(family)), width, "float32")
 
 
 def greedy(model, tokenizer, prompt: list[int], length: int) -> list[int]:
@@ -31,23 +34,26 @@ def greedy(model, tokenizer, prompt: list[int], length: int) -> list[int]:
     return [response.token for response in run]
 
 
-def test_widened_mlps_compute_the_same_function():
-    model, tokenizer = load(0)
-    padded, _ = load(WIDTH)
+@DEMOS
+def test_widened_mlps_compute_the_same_function(family):
+    model, tokenizer = load(0, family)
+    padded, _ = load(WIDTH, family)
     prompt = tokenizer.encode(bench_decode.PROMPTS[0])
     logits, padded_logits = (np.array(m(mx.array([prompt]))) for m in (model, padded))
     np.testing.assert_allclose(padded_logits, logits, rtol=0, atol=1e-5)
     assert greedy(padded, tokenizer, prompt, 32) == greedy(model, tokenizer, prompt, 32)
 
 
-def test_widened_mlps_have_the_parameters_of_their_width_and_the_head_keeps_its_own():
-    model, _ = load(0)
+@DEMOS
+def test_widened_mlps_have_the_parameters_of_their_width_and_the_head_keeps_its_own(family):
+    model, _ = load(0, family)
     head = pairing_of(model).drafter.head
     before, head_before = parameter_count(model), parameter_count(head)
     mlps = [layer.mlp for layer in model.layers]
     rows, columns = mlps[0].gate_proj.weight.shape
+    widths = [mlp.gate_proj.weight.shape[0] for mlp in mlps]  # Gemma's shared layers are wider
     added = widen_mlps(model.layers, WIDTH)
-    assert added == len(mlps) * 3 * columns * (WIDTH - rows)
+    assert added == sum(3 * columns * (WIDTH - width) for width in widths)
     assert parameter_count(model) == before + added
     assert parameter_count(head) == head_before
     assert {mlp.gate_proj.weight.shape for mlp in mlps} == {(WIDTH, columns)}
@@ -104,8 +110,9 @@ def test_a_row_compares_the_loop_with_its_parts():
     assert f"{row.overhead:.1%}" in bench_decode.table([row])
 
 
-def test_parts_are_timed_in_every_round():
-    model, tokenizer = load(0)
+@DEMOS
+def test_parts_are_timed_in_every_round(family):
+    model, tokenizer = load(0, family)
     timings = bench_decode.Timings()
     timings.new_repeat()
     prompt = tokenizer.encode(bench_decode.PROMPTS[0])

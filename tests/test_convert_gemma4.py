@@ -427,8 +427,8 @@ BAD = [
         DENSE,
         r"lacks text_config.rope_parameters.full_attention.rope_theta",
     ),
-    (text_configured(hidden_size="big"), DENSE, r"does not describe an assistant"),
-    (text_configured(layer_types=5), DENSE, r"does not describe an assistant"),
+    (text_configured(hidden_size="big"), DENSE, r"hidden_size .* is 'big' and not a number"),
+    (text_configured(layer_types=5), DENSE, r"lacks a list in text_config.layer_types"),
     (
         text_configured(layer_types=["full_attention"]),
         DENSE,

@@ -4,6 +4,7 @@ import copy
 import gc
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +28,7 @@ from mlx_spec.sliding_window import in_time_order
 from mlx_spec.targets import target_for
 from mlx_spec.targets.gemma4 import SharedKV
 from models import (
+    GEMMA_DEMO,
     GEMMA_RANDOM,
     GEMMA_TRAINED,
     WINDOW,
@@ -252,6 +254,32 @@ def test_the_text_that_transformers_generates(name):
         assert positions == [len(p.prompt) - 1, *asked]
     else:  # the reference lets the drafter see one key more
         assert stats.accepted > 0.9 * reference["spec_accepted"].sum()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_demo_assistant_is_trained(ordered):
+    """On code that it was not trained on, with the real tokens before it: how often its draft is
+    the target's choice; with the ordered-embedding head and with all of the vocabulary."""
+    p = pair(GEMMA_DEMO)
+    text = (Path(__file__).parent.parent / "scripts" / "bench_decode.py").read_text()
+    tokens = p.tokenizer.encode(text)[:1000]
+    caches = [KVCache() for _ in range(p.layers)]
+    hidden, logits = p.target(mx.array([tokens]), caches)
+    choices = mx.argmax(logits[0], axis=-1).tolist()
+    kv = p.target.shared_kv(caches)
+    window = p.target.text.args.sliding_window
+    head = copy.copy(p.drafter.head)
+    assert head.args.use_ordered_embeddings
+    head.args = replace(head.args, use_ordered_embeddings=ordered)
+    hits, positions = 0, range(100, 1000, 3)
+    for newest in positions:
+        rows = {kind: tuple(x[:, :, :newest] for x in kv.rows[kind]) for kind in KINDS}
+        rows["sliding_attention"] = tuple(x[:, :, -window:] for x in rows["sliding_attention"])
+        embedding = p.target.embed(mx.array([tokens[newest : newest + 1]]))
+        before = hidden[:, newest - 1 : newest]
+        draft_logits, _ = head(embedding, before, SharedKV(newest, rows), newest)
+        hits += Greedy().pick(draft_logits, []).item() == choices[newest]
+    assert hits / len(positions) >= 0.5
 
 
 # What it costs

@@ -535,3 +535,40 @@ def test_a_drafter_from_the_hub(tmp_path):
     unreachable = generate_with_a_drafter_from(endpoint, tmp_path, "org/none")
     assert unreachable.returncode == 1
     assert "the Hugging Face hub could not be reached" in unreachable.stderr
+
+
+def test_of_equally_alike_drafters_the_smaller_is_taken(tmp_path):
+    """Whoever quantised it wants it used."""
+    model = tmp_path / "gemma-4-E2B-it-4bit"
+    assistant = tmp_path / "gemma-4-E2B-it-assistant"
+    shutil.copytree(checkpoint_path("gemma4-e2b-trained"), model)
+    shutil.copytree(checkpoint_path("gemma4-e2b-trained-assistant"), assistant)
+    assert find_drafter(model).path == assistant
+    convert(assistant, tmp_path / "gemma-4-E2B-it-assistant-8bit", model, quantize=True)
+    assert find_drafter(model).path.name == "gemma-4-E2B-it-assistant-8bit"
+
+
+def test_both_names_of_a_link_are_compared(tmp_path):
+    model = tmp_path / "Gem-it-4bit"
+    shutil.copytree(checkpoint_path("gemma4-e2b"), model)
+    for name in ("Gem-assistant", "Gem-it-assistant"):
+        shutil.copytree(checkpoint_path("gemma4-e2b-assistant"), tmp_path / name)
+    (tmp_path / "link").symlink_to(model)
+    assert find_drafter(tmp_path / "link").path.name == "Gem-it-assistant"
+
+
+def test_a_sibling_that_cannot_be_listed_is_passed_over(tmp_path, monkeypatch):
+    model = tmp_path / "Gem-it-4bit"
+    shutil.copytree(checkpoint_path("gemma4-e2b"), model)
+    (tmp_path / "Gem-it-assistant").mkdir()
+    listed = Path.iterdir
+
+    def iterdir(self):
+        if self.name == "Gem-it-assistant":
+            raise PermissionError(13, "Permission denied")
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    found = find_drafter(model)
+    assert found.path is None
+    assert "Gem-it-assistant cannot be read: Permission denied" in found.why_not

@@ -16,9 +16,9 @@ from mlx_spec import speculative_generate_step
 from mlx_spec.errors import Incompatible
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.rollback import Transaction, check_caches
-from mlx_spec.sliding_window import in_time_order
+from mlx_spec.sliding_window import ROOM, in_time_order
 from models import (
-    DEMO,
+    DEMOS,
     GEMMA_RANDOM,
     GEMMA_TRAINED,
     RANDOM,
@@ -53,7 +53,7 @@ def prefilled(p, tokens):
 
 
 @pytest.mark.parametrize("keep", range(1, ROWS + 1))
-@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO, *GEMMA_RANDOM, *GEMMA_TRAINED])
+@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, *DEMOS, *GEMMA_RANDOM, *GEMMA_TRAINED])
 def test_commit(name, keep):
     p = pair(name)
     tokens = p.prompt[: 5 + ROWS]
@@ -78,12 +78,15 @@ def test_abort(name, before):
     assert all(c.empty() for c in caches) == (before == 0)
 
 
-@pytest.mark.parametrize("before", [5, 19])
+@pytest.mark.parametrize("before", [5, 19, 19 + ROOM])
 @pytest.mark.parametrize("name", ["qwen3-5", "gemma4-dense", "gemma4-e2b"])
 def test_abort_in_the_middle_of_a_forward(name, before, monkeypatch):
+    """The last of these fills the buffers of sliding windows, so the forward copies them."""
     p = pair(name)
-    tokens = (p.prompt * 2)[: before + 3]
-    caches = prefilled(p, tokens[:before])
+    tokens = (p.prompt * 5)[: before + 3]
+    caches = prefilled(p, tokens[:19][:before])
+    for token in tokens[19:before]:
+        p.model(mx.array([[token]]), cache=caches)
     transaction = Transaction(p.target, caches)
     mlp = type(p.target.text.model.layers[0].mlp)
     calls = iter(range(p.layers))
@@ -214,9 +217,10 @@ def test_a_kept_cache_is_quantised_after_the_first_forward(turn):
 
 
 def test_unknown_cache_classes_are_refused_by_name():
-    check_caches([KVCache(), ArraysCache(2), KVCache().to_quantized(), RotatingKVCache(8)])
+    target = pair("gemma4-dense").target
+    check_caches(target, [KVCache(), ArraysCache(2), KVCache().to_quantized(), RotatingKVCache(8)])
     with pytest.raises(Incompatible, match="ChunkedKVCache cannot be rolled back"):
-        check_caches([KVCache(), ChunkedKVCache(8)])
+        check_caches(target, [KVCache(), ChunkedKVCache(8)])
 
 
 def test_subclasses_are_unknown_too():
@@ -224,7 +228,7 @@ def test_subclasses_are_unknown_too():
         pass
 
     with pytest.raises(Incompatible, match="Other"):
-        check_caches([Other()])
+        check_caches(pair("qwen3-5").target, [Other()])
 
 
 def test_batched_state_is_refused():

@@ -21,7 +21,7 @@ from mlx_spec.round import speculate
 from mlx_spec.sliding_window import in_time_order
 from mlx_spec.stats import SpecStats
 from models import (
-    DEMO,
+    DEMOS,
     GEMMA_RANDOM,
     GEMMA_TRAINED,
     RANDOM,
@@ -77,7 +77,7 @@ def plain_caches(name, fed):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, DEMO, *GEMMA_RANDOM, *GEMMA_TRAINED])
+@pytest.mark.parametrize("name", [*RANDOM, *TRAINED, *DEMOS, *GEMMA_RANDOM, *GEMMA_TRAINED])
 def test_after_every_round_caches_are_those_of_a_plain_run(name, depth):
     """For every accepted count from 0 to n, chosen by making the proposals wrong from there on."""
     p = pair(name)
@@ -165,10 +165,12 @@ def test_closed_after_any_token_it_leaves_what_stock_leaves(name, yields, sample
 
     mx.random.seed(3)
     cache = both_caches(p)
+    entries = list(cache)
     ours = stream(p, p.drafter, 4, cache, sampler=sampler, max_tokens=40)
     got = [next(ours)[0] for _ in range(yields)]
     ours.close()
     assert got == expected
+    assert [id(c) for c in cache] == [id(c) for c in entries]
     assert_same_caches(cache[: p.layers], stock_cache, RING if name == GEMMA else 0)
     assert mx.random.state[0].tolist() == state
     fed = len(p.prompt) + yields

@@ -1,5 +1,8 @@
 """A ring in time order: what stock mlx-lm computes, and rows that can be taken back."""
 
+import copy
+import gc
+
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -12,6 +15,7 @@ from mlx_spec.errors import Incompatible
 from mlx_spec.rollback import Transaction, check_caches
 from mlx_spec.sliding_window import ROOM, SlidingWindow, in_time_order, settled
 from models import (
+    GEMMA_DEMO,
     GEMMA_RANDOM,
     GEMMA_TRAINED,
     WINDOW,
@@ -114,10 +118,27 @@ def test_the_buffer_stays_short_and_is_seldom_copied():
     assert copies <= 2000 / ROOM + 1
 
 
-def test_a_ring_that_keeps_its_first_rows_is_refused():
-    """As mlx_lm makes them with max_kv_size for models without caches of their own."""
-    with pytest.raises(Incompatible, match="keeps its first 4 rows"):
-        check_caches([KVCache(), RotatingKVCache(8, keep=4)])
+@pytest.mark.parametrize(("size", "keep"), [(WINDOW, 4), (WINDOW - 4, 0), (2 * WINDOW, 0)])
+def test_a_ring_that_is_not_the_models_is_refused(size, keep):
+    """mlx_lm makes rings that keep their first rows with max_kv_size, for models without caches
+    of their own. Several tokens at once do not see what each of them sees alone in such rings."""
+    p = pair("gemma4-dense-trained")
+    words = f"of {size} rows that keeps the first {keep} does not belong to this model, whose win"
+    with pytest.raises(Incompatible, match=words):
+        check_caches(p.target, [KVCache(), RotatingKVCache(size, keep)])
+    cache = [
+        c if type(c) is KVCache else RotatingKVCache(size, keep) for c in make_prompt_cache(p.model)
+    ]
+    (*_, last) = mlx_spec.stream_generate(
+        p.model, p.tokenizer, p.prompt, max_tokens=4, draft_model=p.drafter, prompt_cache=cache
+    )
+    assert last.spec.reason == "unsupported-cache"
+    assert words in last.spec.detail
+
+
+def test_a_window_is_refused_where_the_model_has_none():
+    with pytest.raises(Incompatible, match="whose window is None"):
+        check_caches(pair("qwen3-5").target, [RotatingKVCache(8)])
 
 
 @pytest.mark.parametrize("name", GEMMA_RANDOM + GEMMA_TRAINED)
@@ -168,8 +189,13 @@ def test_any_roll_back_at_and_past_the_window(before, keep):
 TOKENS = {16: 100, 24: 130, 32: 170, 64: 330}  # more than five windows
 
 
-@pytest.mark.parametrize("window", TOKENS)
-@pytest.mark.parametrize("name", ["gemma4-moe", *GEMMA_TRAINED])
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        *((name, window) for name in ["gemma4-moe", *GEMMA_TRAINED] for window in TOKENS),
+        (GEMMA_DEMO, 64),
+    ],
+)
 def test_the_text_of_stock_far_past_the_window(name, window):
     p = pair(name, window)
     length = TOKENS[window]
@@ -178,7 +204,7 @@ def test_the_text_of_stock_far_past_the_window(name, window):
     expected = [
         t for t, _ in generate_step(prompt, p.model, max_tokens=length, prompt_cache=stock_cache)
     ]
-    drafter = ScriptedDrafter(p.drafter, often_right(p.prompt + expected, 512))
+    drafter = ScriptedDrafter(p.drafter, often_right(p.prompt + expected, p.target.vocab_size))
     kept = []
     for depth in (1, 4):
         cache = make_prompt_cache(p.model)
@@ -248,3 +274,47 @@ def test_kv_bits_fail_where_stock_fails_and_nothing_is_lost():
     plain = in_time_order(make_prompt_cache(p.model))
     p.model(mx.array([text[: cache[0].offset]]), cache=plain)
     assert_same_caches(cache, plain)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 60])
+def test_after_a_long_prompt_no_more_is_held_than_stock_holds(max_tokens):
+    """Neither while it is read, in three chunks, nor in the caches that are left."""
+    p = pair("gemma4-dense-trained")
+    prompt = mx.array((p.prompt * 60)[:1300])
+    peaks, held = [], []
+    for run in (
+        lambda cache: generate_step(
+            prompt, p.model, prompt_cache=cache, max_tokens=max_tokens, prefill_step_size=512
+        ),
+        lambda cache: mlx_spec.speculative_generate_step(
+            prompt,
+            p.model,
+            p.drafter,
+            prompt_cache=cache,
+            max_tokens=max_tokens,
+            prefill_step_size=512,
+        ),
+    ):
+        gc.collect()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        cache = make_prompt_cache(p.model)
+        list(run(cache))
+        peaks.append(mx.get_peak_memory() - before)
+        mx.synchronize()
+        gc.collect()
+        mx.clear_cache()
+        held.append(mx.get_active_memory() - before)
+    assert peaks[1] < 1.05 * peaks[0]
+    assert held[1] < 1.02 * held[0]
+
+
+def test_an_error_before_the_first_token_leaves_the_rings():
+    p = pair("gemma4-dense-trained")
+    cache = make_prompt_cache(p.model)
+    p.model(mx.array([p.prompt]), cache=cache)
+    before = copy.deepcopy(cache)
+    with pytest.raises(AttributeError):  # mlx-lm's own takes no list either
+        list(mlx_spec.speculative_generate_step([1, 2], p.model, p.drafter, prompt_cache=cache))
+    assert_same_caches(cache, before)

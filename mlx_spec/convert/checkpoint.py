@@ -54,7 +54,11 @@ class Folder:
 
     def names(self) -> list[str]:
         # macOS leaves `._name` companions on foreign disks
-        return sorted(file.name for file in self.path.iterdir() if not file.name.startswith("."))
+        try:
+            files = [file.name for file in self.path.iterdir()]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        return sorted(name for name in files if not name.startswith("."))
 
     def size_bytes(self, name: str) -> int:
         try:

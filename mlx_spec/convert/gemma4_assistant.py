@@ -29,6 +29,7 @@ REQUIRED = ("backbone_hidden_size", "text_config")
 REQUIRED_ORDERED = ("num_centroids", "centroid_intermediate_top_k")
 REQUIRED_TEXT = (
     "hidden_size",
+    "hidden_size_per_layer_input",
     "num_hidden_layers",
     "intermediate_size",
     "num_attention_heads",
@@ -153,6 +154,7 @@ def _drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:
             f"config.json of {checkpoint.path} lacks {', '.join(missing)}: "
             "download it from the original repository"
         )
+    _check_types(checkpoint, text)
     config["text_config"] = {key: text[key] for key in text if key not in dropped}
     config["mlx_spec"] = {
         "norm_convention": "plain",
@@ -161,9 +163,23 @@ def _drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
+def _check_types(checkpoint: Checkpoint, text: dict[str, Any]) -> None:
+    """Raises CheckpointError for a field of the text configuration that is no number."""
+    others = ("layer_types", "rope_parameters", "rms_norm_eps")
+    for field in REQUIRED_TEXT:
+        if field not in others and not isinstance(text[field], int):
+            raise CheckpointError(
+                f"text_config.{field} in config.json of {checkpoint.path} is {text[field]!r} and "
+                "not a number: download it from the original repository"
+            )
+
+
 def _missing_by_kind(text: dict[str, Any]) -> list[str]:
     """What is missing for the kinds of layers that there are."""
-    kinds = sorted(set(text.get("layer_types") or ()))
+    kinds = text.get("layer_types") or []
+    if not isinstance(kinds, list):
+        return ["a list in text_config.layer_types"]
+    kinds = sorted(set(kinds))
     rope = text.get("rope_parameters") or {}
     missing = [
         f"text_config.rope_parameters.{kind}.rope_theta"

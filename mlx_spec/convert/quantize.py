@@ -14,6 +14,7 @@ from mlx_spec.convert.head import Head
 from mlx_spec.errors import SpecError
 
 DEFAULT_BITS = 8
+DEFAULT_GROUP_SIZE = 64
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 

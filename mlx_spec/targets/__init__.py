@@ -6,7 +6,7 @@ from mlx_spec.errors import Incompatible
 from mlx_spec.targets import gemma4, qwen
 from mlx_spec.targets.target import Target
 
-FAMILIES = (*qwen.FAMILIES, *gemma4.FAMILIES)  # model types
+MODEL_TYPES = (*qwen.MODEL_TYPES, *gemma4.MODEL_TYPES)
 
 
 def target_for(model: nn.Module) -> Target:
@@ -21,5 +21,5 @@ def target_for(model: nn.Module) -> Target:
 def unsupported(family: str) -> Incompatible:
     return Incompatible(
         f"mlx-spec has no fast path for {family} models; "
-        f"it decodes {', '.join(FAMILIES)} speculatively."
+        f"it decodes {', '.join(MODEL_TYPES)} speculatively."
     )

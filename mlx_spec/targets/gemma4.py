@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4, gemma4_text
 from mlx_lm.models.cache import QuantizedKVCache
 
-FAMILIES = ("gemma4", "gemma4_text", "gemma4_unified")
+MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified")
 MODELS = (gemma4.Model, gemma4_text.Model)  # gemma4_unified is read as gemma4
 
 
@@ -29,8 +29,7 @@ class SharedKV:
 
 
 class Gemma4Target:
-    """See `mlx_spec.targets.Target`; `embed` gives what the first layer is fed, that is, with
-    the embedding's scale."""
+    """See `mlx_spec.targets.Target`."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -38,6 +37,7 @@ class Gemma4Target:
         args = self.text.args
         self.hidden_size = args.hidden_size
         self.vocab_size = args.vocab_size
+        self.window = args.sliding_window
         # Functions of the model's parts, not of the model: a drafter that is kept with its
         # model holds these.
         embedding, scale = self.text.model.embed_tokens, self.text.model.embed_scale
@@ -65,7 +65,8 @@ class Gemma4Target:
 
 
 def shared_kv(owners: dict[str, int], caches: list[Any]) -> SharedKV:
-    """Views of the target's own caches; a quantised cache is unpacked for it."""
+    """Views of the target's own caches. A quantised cache is unpacked for it, all of its rows
+    in each round."""
     rows = {kind: _rows(caches[i]) for kind, i in owners.items()}
     return SharedKV(caches[0].offset, rows)
 

@@ -17,7 +17,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_spec.errors import Incompatible
 from mlx_spec.targets.target import Replay
 
-FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 MODELS = (qwen3_5.Model, qwen3_next.Model)  # qwen3_5_moe.Model is a qwen3_5.Model
 
 _recording = threading.Lock()
@@ -33,6 +33,7 @@ class QwenTarget:
             raise Incompatible("A model spread over several machines is decoded without drafts.")
         self.hidden_size = self.text.args.hidden_size
         self.vocab_size = self.text.args.vocab_size
+        self.window: int | None = None
         # Of the model's parts, not of the model: a drafter that is kept with its model holds these.
         embedding = self.text.model.embed_tokens
         tied = self.text.args.tie_word_embeddings

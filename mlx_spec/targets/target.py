@@ -17,8 +17,9 @@ class Target(Protocol):
     model: nn.Module
     hidden_size: int
     vocab_size: int
-    embed: Callable[[mx.array], mx.array]  # input embeddings: (1, T) -> (1, T, H)
-    lm_head: Callable[[mx.array], mx.array]  # the output matrix alone: (1, T, H) -> (1, T, V)
+    window: int | None  # of sliding attention, in tokens
+    embed: Callable[[mx.array], mx.array]  # what the first layer gets: (1, T) -> (1, T, H)
+    lm_head: Callable[[mx.array], mx.array]  # from hidden to logits: (1, T, H) -> (1, T, V)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         """One forward: tokens (1, T) -> hidden states after the final norm (1, T, H) and
