@@ -36,21 +36,22 @@ GEMMA = Vocabulary(
 )
 NAMED = ("pad", "eos", "bos")
 SUFFIX = "-assistant"
-TRUNK_README = """A Gemma-4 of {millions:.2f} million parameters, for tests and demonstrations of
-speculative decoding with the drafter beside it (`-assistant`). It writes text that looks like
-Python and knows nothing.
+TRUNK_README = """\
+A Gemma-4 of {millions:.2f} million parameters, for tests and demonstrations of speculative decoding
+with the drafter beside it (`-assistant`). It writes text that looks like Python and knows nothing.
 
-- Layout: Hugging Face `Gemma4ForConditionalGeneration`, text only: {layers} layers of which two are
-  full attention, hidden size {hidden}, window {window}, the last {sharing} layers share keys and
-  values, per-layer inputs, tied embeddings; bfloat16.
-- Tokenizer: byte-level BPE, {vocab} tokens, special tokens and chat template like Gemma's."""
-HEAD_README = """The drafter (assistant) of the Gemma-4 demo beside it, of {millions:.2f} million
-parameters.
+- Layout: Hugging Face `Gemma4ForConditionalGeneration`, text only: {layers} layers, of which two
+  are full attention and the last {sharing} share keys and values; hidden size {hidden}, window
+  {window}, per-layer inputs, tied embeddings; bfloat16.
+- Tokenizer: byte-level BPE, {vocab} tokens, special tokens and chat template like Gemma's. Texts
+  begin with `<bos>`, but the model was also trained on pieces without it."""
+HEAD_README = """\
+The drafter (assistant) of the Gemma-4 demo beside it, of {millions:.2f} million parameters.
 
 - Layout: Hugging Face `Gemma4AssistantForCausalLM`: {layers} layers, hidden size {hidden}; it owns
   no keys and values but reads those of the target; bfloat16.
 - Output: ordered embeddings, the best {top_k} of {clusters} clusters of {cluster_size} tokens.
-- Trained for the position of the newest token P in all steps of a round, the keys 0 to P-1, and in
+- Trained for the position P of the newest token in all steps of a round, the keys 0 to P-1, and in
   sliding layers the last {window} of these."""
 
 
@@ -72,7 +73,7 @@ class Gemma4Pair(Pair):
     decoded_tokens = 192  # three windows
     notes = Notes(
         stage="- Stage 4, {last_steps} steps of {rows} x {length}: clusters of the output.\n",
-        losses="- (clusters: cross entropy, and the share of the head's choices that they miss)\n",
+        losses="\nClusters: cross entropy, and the share of the head's choices that they miss.\n",
         results='"Ordered" drafts come from the clusters, "whole" ones from all logits.\n',
     )
 

@@ -26,7 +26,7 @@ class Recipe:
     @classmethod
     def of(cls, steps: int) -> "Recipe":
         """`steps` of the first stage and a fixed share for the others."""
-        return cls(steps, steps // 5, steps // 5, max(1, steps // 20))
+        return cls(steps, steps // 5, steps // 5, max(1, steps // 10))
 
 
 def train(
