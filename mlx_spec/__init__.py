@@ -7,13 +7,16 @@ from mlx_spec.generate import (
     stream_generate,
 )
 from mlx_spec.load import load
+from mlx_spec.plugin import install, uninstall
 from mlx_spec.stats import SpecStats
 
 __all__ = [
     "GenerationResponse",
     "SpecStats",
     "generate",
+    "install",
     "load",
     "speculative_generate_step",
     "stream_generate",
+    "uninstall",
 ]

@@ -21,6 +21,7 @@ from mlx_spec.errors import SpecError
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.inspection import inspect_path
 from mlx_spec.load import load
+from mlx_spec.run import run_program
 from mlx_spec.stats import SpecStats
 
 
@@ -121,6 +122,21 @@ def run_generate(args: argparse.Namespace) -> None:
 def check_json_object(option: str, text: str) -> None:
     if not isinstance(json.loads(text), dict):
         raise ValueError(f"{option} is not a JSON object; give for example '{{\"key\": true}}'.")
+
+
+@cli.command(
+    "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run_command(program: str, arguments: tuple[str, ...]) -> None:
+    """Run a stock program with drafts: mlx_lm.generate, mlx_lm.chat, a script, or -m MODULE.
+
+    Its own options stay as they are; --draft-model takes drafters too. What was drafted and
+    accepted, or why nothing was, is said on stderr at the end.
+    """
+    with one_sentence():
+        run_program(program, list(arguments))
 
 
 @cli.command("demo")

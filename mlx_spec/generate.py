@@ -20,6 +20,8 @@ from mlx_lm.generate import (
 )
 from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generate as stock_generate
+from mlx_lm.generate import generate_step as stock_generate_step
+from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
@@ -168,13 +170,15 @@ def stream_generate(
     drafter = choose_drafter(model, draft_model, num_draft_tokens, kwargs, stats)
     if require_spec and drafter is None:
         raise NotEngaged(f"Speculation is required but cannot be engaged: {stats.why}.")
-    run = stock_stream_generate
+    step = stock_speculative_generate_step
     if isinstance(drafter, nn.Module):
         stats.reason = "stock-draft-model"
     elif drafter is not None:
         progress = kwargs.pop("prompt_progress_callback", None)
         step = partial(speculative_generate_step, prompt_progress_callback=progress, stats=stats)
-        run = bound(run, speculative_generate_step=step)
+    run = bound(
+        stock_stream_generate, generate_step=stock_generate_step, speculative_generate_step=step
+    )
     if drafter is not None and num_draft_tokens is not None:
         kwargs["num_draft_tokens"] = num_draft_tokens
     responses = run(model, tokenizer, prompt, max_tokens, drafter, *args, **kwargs)

@@ -19,8 +19,7 @@ class SlidingWindow(RotatingKVCache):
     """Takes the place of `ring` while a generation is under way.
 
     `keys` and `values` (1, heads, rows, D) hold the rows from position `first` on. What the last
-    two updates appended can be dropped and still leaves `max_size` rows.
-
+    two updates appended can be dropped, and `max_size` rows are still left.
     """
 
     def __init__(self, ring: RotatingKVCache):

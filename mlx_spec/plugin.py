@@ -1,0 +1,235 @@
+"""The plugin: mlx_lm's own commands, and programs that import mlx_lm, decode with drafts.
+
+Four functions of mlx_lm are replaced by `install`; nothing is at import:
+
+- `utils.load_model` notes where a model came from, and takes the directory of a drafter, which
+  programs load as their draft model;
+- `generate.stream_generate` is ours;
+- `generate.generate_step` and `generate.speculative_generate_step`, which the stock
+  `stream_generate` calls, serve programs that imported that one before.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step as stock_generate_step
+from mlx_lm.generate import generation_stream
+from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
+from mlx_lm.generate import stream_generate as stock_stream_generate
+from mlx_lm.utils import load_config
+from mlx_lm.utils import load_model as stock_load_model
+
+from mlx_spec.drafters import Drafter
+from mlx_spec.errors import Incompatible, SpecError
+from mlx_spec.families import family_of_drafter
+from mlx_spec.generate import choose_drafter, speculative_generate_step, stream_generate
+from mlx_spec.load import Pairing, load_drafter, pair
+from mlx_spec.stats import SpecStats
+from mlx_spec.targets import target_for
+
+SUPPORTED = "0.32"  # versions of mlx-lm that the hooks were made for
+Report = Callable[[SpecStats], None]
+
+# The functions of mlx_lm that rely on a hooked name: module, function, name.
+CALLERS = (
+    ("mlx_lm.utils", "load", "load_model"),
+    ("mlx_lm.generate", "generate", "stream_generate"),
+    ("mlx_lm.generate", "stream_generate", "generate_step"),
+    ("mlx_lm.generate", "stream_generate", "speculative_generate_step"),
+)
+# Modules that have imported `stream_generate` under its name, if they are loaded.
+IMPORTERS = ("mlx_lm", "mlx_lm.generate", "mlx_lm.chat", "mlx_lm.server", "mlx_lm.benchmark")
+
+
+class DrafterDirectory(nn.Module):
+    """What a stock program holds as its draft model: a drafter that waits for its model."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+        self._made_for: weakref.ref | None = None
+        self._drafter: Drafter | None = None
+
+    def drafter_for(self, model: nn.Module) -> Drafter:
+        """Raises: SpecError where they do not fit."""
+        if self._drafter is None or self._made_for is None or self._made_for() is not model:
+            self._drafter = load_drafter(self.path, target_for(model))
+            self._made_for = weakref.ref(model)
+        return self._drafter
+
+
+@dataclass
+class Installation:
+    """Attributes:
+    report: is called with the counters of each generation when it ends.
+    replaced: what to put back, by module and name.
+    """
+
+    report: Report
+    replaced: dict[tuple[str, str], Callable] = field(default_factory=dict)
+
+    def replace(self, module: str, name: str, hook: Callable) -> None:
+        owner = import_module(module)
+        self.replaced[module, name] = getattr(owner, name)
+        setattr(owner, name, hook)
+
+
+_installed: Installation | None = None
+
+
+def install(report: Report | None = None) -> None:
+    """Decode with drafts in all programs of this process that generate with mlx_lm.
+
+    A second call only changes `report`.
+
+    Args:
+        report: is called with the counters of each generation when it ends.
+
+    Raises: Incompatible that names what this version of mlx-lm lacks.
+    """
+    global _installed
+    report = report or (lambda stats: None)
+    if _installed is not None:
+        _installed.report = report
+        return
+    check_mlx_lm()
+    _installed = Installation(report)
+    _installed.replace("mlx_lm.utils", "load_model", _load_model)
+    _installed.replace("mlx_lm.generate", "generate_step", _generate_step)
+    _installed.replace("mlx_lm.generate", "speculative_generate_step", _speculative_generate_step)
+    for module in IMPORTERS:
+        if getattr(sys.modules.get(module), "stream_generate", None) is stock_stream_generate:
+            _installed.replace(module, "stream_generate", _stream_generate)
+
+
+def uninstall() -> None:
+    """Put mlx_lm's own functions back. Modules that have imported a hook since get mlx_lm's own
+    behaviour from it."""
+    global _installed
+    if _installed is not None:
+        for (module, name), function in _installed.replaced.items():
+            setattr(import_module(module), name, function)
+        _installed = None
+
+
+def check_mlx_lm() -> None:
+    """Raises Incompatible where mlx_lm no longer calls what the plugin replaces."""
+    for module, function, name in CALLERS:
+        owner = import_module(module)
+        caller = getattr(owner, function, None)
+        code = getattr(caller, "__code__", None)
+        if not hasattr(owner, name) or code is None or name not in code.co_names:
+            raise Incompatible(
+                f"mlx-lm {version('mlx-lm')} has no {module}.{function} that calls {name}, so the "
+                f"plugin cannot be installed; it knows mlx-lm {SUPPORTED}."
+            )
+
+
+def _report(stats: SpecStats) -> None:
+    if not stats.engaged and stats.reason is None:
+        stats.reason = "too-short"
+    if _installed is not None:
+        _installed.report(stats)
+
+
+def _load_model(model_path: Path, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
+    path = Path(model_path)
+    if _installed is not None and (path / "config.json").is_file():
+        config = load_config(path)
+        if family_of_drafter(config) is not None:
+            return DrafterDirectory(path), config
+    model, config = stock_load_model(model_path, *args, **kwargs)
+    model.mlx_spec_source = path
+    return model, config
+
+
+def _find_drafter(model: nn.Module) -> None:
+    """Pair a model that stock mlx_lm has loaded, when it is first used."""
+    if "mlx_spec" in vars(model) or "mlx_spec_source" not in vars(model):
+        return
+    source = vars(model)["mlx_spec_source"]
+    try:
+        model.mlx_spec = pair(model, None, lambda: source, "auto")
+    except SpecError as error:  # a stock program goes on as it would have
+        model.mlx_spec = Pairing(None, reason="no-drafter", detail=str(error))
+
+
+def _stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    max_tokens: int = 256,
+    draft_model: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[Any]:
+    if _installed is None:
+        yield from stock_stream_generate(
+            model, tokenizer, prompt, max_tokens, draft_model, *args, **kwargs
+        )
+        return
+    _find_drafter(model)
+    if isinstance(draft_model, DrafterDirectory):
+        draft_model = draft_model.drafter_for(model)
+    stats = SpecStats()
+    try:
+        for response in stream_generate(
+            model, tokenizer, prompt, max_tokens, draft_model, *args, **kwargs
+        ):
+            stats = response.spec or stats
+            yield response
+    finally:
+        _report(stats)
+
+
+def _generate_step(
+    prompt: mx.array, model: nn.Module, stream: Any = generation_stream, **kwargs: Any
+) -> Generator[tuple[int, mx.array], None, None]:
+    if _installed is None or kwargs.get("max_tokens") == 0:  # 0: only process the prompt
+        yield from stock_generate_step(prompt, model, stream, **kwargs)
+        return
+    _find_drafter(model)
+    stats = SpecStats()
+    drafter = choose_drafter(model, None, None, kwargs, stats)
+    try:
+        if drafter is None:
+            yield from stock_generate_step(prompt, model, stream, **kwargs)
+        else:
+            kwargs.pop("input_embeddings", None)
+            generation = speculative_generate_step(
+                prompt, model, drafter, stream, stats=stats, **kwargs
+            )
+            with closing(generation):
+                for token, logprobs, _ in generation:
+                    yield token, logprobs
+    finally:
+        _report(stats)
+
+
+def _speculative_generate_step(
+    prompt: mx.array,
+    model: nn.Module,
+    draft_model: Any,
+    stream: Any = generation_stream,
+    **kwargs: Any,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    step = stock_speculative_generate_step
+    stats = SpecStats(reason="stock-draft-model")
+    if isinstance(draft_model, DrafterDirectory):
+        stats = SpecStats()
+        step = partial(speculative_generate_step, stats=stats)
+        draft_model = draft_model.drafter_for(model)
+    try:
+        yield from step(prompt, model, draft_model, stream, **kwargs)
+    finally:
+        _report(stats)

@@ -1,0 +1,231 @@
+"""mlx_lm's own functions and commands, with the plugin installed."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+from types import FunctionType
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import stream_generate as imported_before
+
+from mlx_spec import plugin
+from mlx_spec.errors import Incompatible
+from mlx_spec.sliding_window import SlidingWindow
+from models import DEMO, GEMMA_DEMO, GEMMA_TRAINED, TRAINED, checkpoint_path, drafter_path, pair
+
+NAMES = [*TRAINED[:1], *GEMMA_TRAINED]
+generate_module = importlib.import_module("mlx_lm.generate")
+
+
+@pytest.fixture
+def reports():
+    collected = []
+    plugin.install(collected.append)
+    yield collected
+    plugin.uninstall()
+
+
+def loaded(name):
+    """As stock programs do; the drafter is in the model or beside it."""
+    model, tokenizer = mlx_lm.load(str(checkpoint_path(name)))
+    model.set_dtype(mx.float32)
+    tokenizer.eos_token_ids = []
+    return model, tokenizer
+
+
+def stock_tokens(name, prompt, count):
+    p = pair(name)
+    run = mlx_lm.stream_generate(p.model, p.tokenizer, prompt, max_tokens=count)
+    return [r.token for r in run]
+
+
+def hooked():
+    return {
+        (name, key): getattr(importlib.import_module(name), key)
+        for name, key in [
+            ("mlx_lm", "stream_generate"),
+            ("mlx_lm.generate", "stream_generate"),
+            ("mlx_lm.generate", "generate_step"),
+            ("mlx_lm.generate", "speculative_generate_step"),
+            ("mlx_lm.utils", "load_model"),
+        ]
+    }
+
+
+def test_importing_changes_nothing_and_uninstalling_puts_everything_back():
+    before = hooked()
+    assert all(f.__module__.startswith("mlx_lm") for f in before.values())
+    plugin.install()
+    plugin.install()
+    assert all(f.__module__ == "mlx_spec.plugin" for f in hooked().values())
+    plugin.uninstall()
+    plugin.uninstall()
+    assert hooked() == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_load_and_generate(name, reports):
+    """A second call of `install` changed who is told, so both were the same installation."""
+    prompt = pair(name).prompt
+    plugin.uninstall()
+    expected = stock_tokens(name, prompt, 40)
+    plugin.install(reports.append)
+    model, tokenizer = loaded(name)
+    responses = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=40))
+    assert [r.token for r in responses] == expected
+    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=40)
+    assert text == "".join(r.text for r in responses)
+    assert len(reports) == 2
+    for stats in reports:
+        assert stats.drafted > 20
+        assert stats.accepted > 0
+    assert sum(r.from_draft for r in responses) == reports[0].accepted
+
+
+def test_a_function_that_was_imported_before_drafts_too(reports):
+    name = "gemma4-dense-trained"
+    model, tokenizer = loaded(name)
+    prompt = pair(name).prompt
+    tokens = [r.token for r in imported_before(model, tokenizer, prompt, max_tokens=30)]
+    (stats,) = reports
+    assert stats.accepted > 0
+    plugin.uninstall()
+    assert tokens == stock_tokens(name, prompt, 30)
+
+
+@pytest.mark.parametrize("run", ["hooked", "imported before"])
+def test_a_drafter_directory_as_a_draft_model(run, reports):
+    """As stock programs load it: with mlx_lm.load."""
+    name = "gemma4-dense-trained"
+    p = pair(name)
+    draft_model, tokenizer = mlx_lm.load(str(drafter_path(name)))
+    assert tokenizer.vocab_size == p.tokenizer.vocab_size
+    stream_generate = mlx_lm.stream_generate if run == "hooked" else imported_before
+    responses = list(
+        stream_generate(
+            p.model,
+            p.tokenizer,
+            p.prompt,
+            max_tokens=30,
+            draft_model=draft_model,
+            num_draft_tokens=2,
+        )
+    )
+    (stats,) = reports
+    assert stats.num_draft_tokens == 2
+    assert stats.accepted == sum(r.from_draft for r in responses) > 0
+    plugin.uninstall()
+    assert [r.token for r in responses] == stock_tokens(name, p.prompt, 30)
+
+
+def test_without_a_drafter_stock_runs_and_the_reason_is_told(reports, tmp_path):
+    shutil.copytree(checkpoint_path("gemma4-dense-trained"), tmp_path / "Alone")
+    model, tokenizer = mlx_lm.load(str(tmp_path / "Alone"))
+    for _ in mlx_lm.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=10):
+        pass
+    (stats,) = reports
+    assert (stats.drafted, stats.reason) == (0, "no-drafter")
+    assert stats.detail.startswith("no *-assistant* drafter beside it")
+
+
+def test_a_hook_that_a_module_has_kept_is_stocks_own_after_uninstalling(reports):
+    name = "gemma4-dense-trained"
+    kept = mlx_lm.stream_generate, generate_module.generate_step
+    model, tokenizer = loaded(name)
+    plugin.uninstall()
+    prompt = pair(name).prompt
+    expected = stock_tokens(name, prompt, 10)
+    assert [r.token for r in kept[0](model, tokenizer, prompt, max_tokens=10)] == expected
+    assert [t for t, _ in kept[1](mx.array(prompt), model, max_tokens=10)] == expected
+    assert reports == []
+
+
+def test_only_processing_a_prompt_is_left_to_stock(reports):
+    """As mlx_lm.cache_prompt does."""
+    name = "gemma4-dense-trained"
+    model, _ = loaded(name)
+    cache = model.make_cache()
+    prompt = mx.array(pair(name).prompt)
+    step = generate_module.generate_step
+    assert list(step(prompt, model, max_tokens=0, prompt_cache=cache)) == []
+    assert reports == []
+    assert cache[0].offset == prompt.size
+    assert not any(isinstance(c, SlidingWindow) for c in cache)
+
+
+@pytest.mark.parametrize(("module", "function", "name"), plugin.CALLERS)
+def test_a_moved_upstream_is_named_and_nothing_is_replaced(module, function, name, monkeypatch):
+    before = hooked()
+    owner = importlib.import_module(module)
+    moved = getattr(owner, function)
+    moved = FunctionType((lambda: None).__code__, moved.__globals__)
+    monkeypatch.setattr(owner, function, moved)
+    with pytest.raises(Incompatible, match=rf"has no {module}.{function} that calls"):
+        plugin.install()
+    monkeypatch.undo()
+    assert hooked() == before
+
+
+# mlx-spec run
+
+
+def run(*arguments, stdin=""):
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_spec", "run", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_run_generate_prints_what_it_prints():
+    options = ["--model", checkpoint_path(GEMMA_DEMO), "--prompt", "import os", "-m", "20"]
+    options += ["--ignore-chat-template", "--verbose", "False", "--temp", "0"]
+    stock = subprocess.run(
+        [sys.executable, "-m", "mlx_lm", "generate", *map(str, options)],
+        capture_output=True,
+        text=True,
+    )
+    result = run("mlx_lm.generate", *options)
+    assert result.returncode == stock.returncode == 0, result.stderr
+    assert result.stdout == stock.stdout
+    assert "Speculation: gemma4-assistant; 1 generations" in result.stderr
+
+
+def test_run_chat():
+    result = run("mlx_lm.chat", "--model", checkpoint_path(DEMO), "-m", 12, stdin="hello\nq\n")
+    assert result.returncode == 0, result.stderr
+    assert "Speculation: nextn; 1 generations" in result.stderr
+
+
+def test_run_a_script_and_a_module(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import sys, mlx_lm\n"
+        "model, tokenizer = mlx_lm.load(sys.argv[1])\n"
+        "print(mlx_lm.generate(model, tokenizer, 'import os', max_tokens=12))\n"
+        "sys.exit(5)\n"
+    )
+    result = run(tmp_path / "program.py", checkpoint_path(GEMMA_DEMO))
+    assert result.returncode == 5, result.stderr
+    assert "Speculation: gemma4-assistant; 1 generations" in result.stderr
+    result = run("-m", "json.tool", "--help")
+    assert result.returncode == 0
+    assert "Speculation: not engaged: nothing was generated" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (["nope"], "There is no program 'nope'; give mlx_lm.generate"),
+        (["mlx_lm.nope"], "mlx_lm has no command mlx_lm.nope."),
+        (["-m"], "After -m the name of a module is missing."),
+    ],
+)
+def test_an_unknown_program_is_one_sentence(program, words):
+    result = run(*program)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"Error: {words}")
+    assert len(result.stderr.splitlines()) == 1
