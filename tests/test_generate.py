@@ -168,7 +168,8 @@ def test_an_ordinary_draft_model_is_left_to_mlx_lm(monkeypatch):
         called.update(draft_model=draft_model, **options)
         yield from ((t, mx.zeros(4), False) for t in (5, 6))
 
-    monkeypatch.setattr(stock, "speculative_generate_step", step)
+    module = importlib.import_module("mlx_spec.generate")
+    monkeypatch.setattr(module, "stock_speculative_generate_step", step)
     last = stream(p, max_tokens=2, draft_model=p.model, num_draft_tokens=4)[-1]
     assert called["draft_model"] is p.model
     assert called["num_draft_tokens"] == 4
