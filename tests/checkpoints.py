@@ -116,6 +116,19 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return decode(encode(values, dtype))
 
 
+def reference(name: str) -> Path:
+    return REFERENCE / "ckpts" / name
+
+
+def weights_of(path: Path) -> dict[str, Stored]:
+    """Stored tensors of a drafter directory, read by the safetensors library."""
+    return read_file(path / "model.safetensors")
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
 def read_file(path: Path) -> dict[str, Stored]:
     return {
         name: Stored(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))

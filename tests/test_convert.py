@@ -14,12 +14,13 @@ from checkpoints import (
     NORMS,
     REFERENCE,
     Stored,
+    config_of,
     decode,
     encode,
     expected,
     fuse_experts,
     load,
-    read_file,
+    reference,
     rounded,
     save,
     save_grouped,
@@ -27,6 +28,7 @@ from checkpoints import (
     split_trunk_and_head,
     to_fp8,
     to_mlx_layout,
+    weights_of,
     write_file,
 )
 
@@ -39,19 +41,6 @@ from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 
 MOE = ["qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]
 CONVERTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-
-
-def reference(name):
-    return REFERENCE / "ckpts" / name
-
-
-def weights_of(path):
-    """Stored tensors of a drafter directory, read by the safetensors library."""
-    return read_file(path / "model.safetensors")
-
-
-def config_of(path):
-    return json.loads((path / "config.json").read_text())
 
 
 def bytes_of(path):

@@ -15,15 +15,17 @@ from checkpoints import (
     REFERENCE,
     Source,
     Stored,
+    config_of,
     decode,
     encode,
     load,
-    read_file,
+    reference,
     rename_token,
     rounded,
     save,
     save_misfit,
     save_sharded,
+    weights_of,
     write_file,
 )
 from mlx_lm.utils import load_model, load_tokenizer
@@ -40,19 +42,6 @@ from mlx_spec.targets import target_for
 
 DENSE, E2B = "gemma4-dense-assistant", "gemma4-e2b-assistant"
 ORDERING, CENTROIDS = "masked_embedding.token_ordering", "masked_embedding.centroids.weight"
-
-
-def reference(name):
-    return REFERENCE / "ckpts" / name
-
-
-def weights_of(path):
-    """Stored tensors of a drafter directory, read by the safetensors library."""
-    return read_file(path / "model.safetensors")
-
-
-def config_of(path):
-    return json.loads((path / "config.json").read_text())
 
 
 def files_of(path):
