@@ -21,6 +21,7 @@ from models import (
     WINDOW,
     ScriptedDrafter,
     assert_same_caches,
+    make_request,
     often_right,
     pair,
 )
@@ -308,6 +309,16 @@ def test_after_a_long_prompt_no_more_is_held_than_stock_holds(max_tokens):
         held.append(mx.get_active_memory() - before)
     assert peaks[1] < 1.05 * peaks[0]
     assert held[1] < 1.02 * held[0]
+
+
+def test_a_chunk_of_the_prompt_keeps_only_the_window_before_it():
+    p = pair("gemma4-dense-trained")
+    request = make_request(p, (p.prompt * 10)[:201], 3, prefill_step=50)
+    windows = [c for c in request.caches if isinstance(c, SlidingWindow)]
+    assert len(windows) == 4
+    assert {c.keys.shape[2] for c in windows} == {WINDOW + 50}
+    launched = request.launch(None)
+    assert {c.keys.shape[2] for c in windows} == {WINDOW + len(launched.drafts) + 1 + ROOM}
 
 
 def test_an_error_before_the_first_token_leaves_the_rings():
