@@ -29,6 +29,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_spec.accept import make_law
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import Incompatible, NotEngaged
+from mlx_spec.kept import first_pair, keep, take_kept, tokens_in
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import pairing_of
 from mlx_spec.rollback import check_caches
@@ -93,7 +94,8 @@ def speculative_generate_step(
         num_draft_tokens: drafts in a round, at least 0. None: the default, 3.
         prompt_cache: the model's caches, or these and the drafter's in one list, as
             `mlx_lm.generate.speculative_generate_step` takes them. Updated in place; afterwards
-            it holds the prompt and all yielded tokens; until then it is not to be read.
+            it holds the prompt and all yielded tokens; until then it is not to be read. What the
+            drafter knows of it is kept with it for the next turn.
         stats: counters to be filled in.
 
     Yields: token, its log-probabilities (V,), and whether the drafter had proposed it.
@@ -113,15 +115,21 @@ def speculative_generate_step(
     target = target_for(model)
     own = caches_of(model, prompt_cache)
     check_caches(target, own)
+    kept = take_kept(own, draft_model)
+    draft_caches = prompt_cache[len(own) :] or (kept.caches if kept else [])
+    if not draft_caches:
+        draft_caches = draft_model.make_cache()
+        stats.unprimed = tokens_in(own) if draft_caches else 0
     request = Request(
         target,
         draft_model,
         make_law(sampler, logits_processors, prompt),
         own,
-        prompt_cache[len(own) :] or draft_model.make_cache(),
+        draft_caches,
         num_draft_tokens,
         prompt.astype(mx.uint32),
         KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
+        first_pair(kept, prompt),
     )
     progress = prompt_progress_callback or (lambda done, total: None)
     try:
@@ -135,6 +143,8 @@ def speculative_generate_step(
                 yield token
     finally:
         prompt_cache[: len(own)] = settled(own)  # mlx-lm replaces what it quantises
+        hidden = request.drawn.hidden if request.drawn else None
+        keep(own, draft_model, draft_caches, hidden)
 
 
 def caches_of(model: nn.Module, prompt_cache: list[Any] | None) -> list[Any]:
@@ -153,6 +163,7 @@ def stream_generate(
     *args: Any,
     num_draft_tokens: int | None = None,
     require_spec: bool = False,
+    stats: SpecStats | None = None,
     **kwargs: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """mlx_lm.stream_generate, with drafts where `model` has a drafter.
@@ -162,11 +173,12 @@ def stream_generate(
             mlx-lm model drafts in mlx-lm's own loop.
         num_draft_tokens: drafts in a round; 0 switches drafting off; None: the default, 3.
         require_spec: fail where nothing is drafted, instead of decoding without drafts.
+        stats: counters to be filled in.
 
     Yields: GenerationResponse; its `spec` says what was drafted and accepted, or why not.
     Raises: NotEngaged with require_spec, before the first token where that can be known.
     """
-    stats = SpecStats()
+    stats = stats if stats is not None else SpecStats()
     drafter = choose_drafter(model, draft_model, num_draft_tokens, kwargs, stats)
     if require_spec and drafter is None:
         raise NotEngaged(f"Speculation is required but cannot be engaged: {stats.why}.")

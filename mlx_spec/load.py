@@ -120,6 +120,18 @@ def pair(
         raise CheckpointError(f"{error} (or go on without drafts: --draft-model none)") from error
 
 
+def pair_loaded(model: nn.Module) -> None:
+    """Look for the drafter of a model that mlx_lm itself has loaded, unless that was done.
+    A damaged one is a reason to go on without drafts, as mlx_lm would have."""
+    if "mlx_spec" in vars(model) or "mlx_spec_source" not in vars(model):
+        return
+    source = vars(model)["mlx_spec_source"]
+    try:
+        model.mlx_spec = pair(model, None, lambda: source, "auto")
+    except SpecError as error:
+        model.mlx_spec = Pairing(None, reason="no-drafter", detail=str(error))
+
+
 def load_ordinary_model(path_or_hf_repo: str, tokenizer: Any) -> nn.Module:
     """A draft model as mlx_lm.generate takes it, for mlx-lm's own speculative decoding."""
     check_model(path_or_hf_repo)

@@ -1,12 +1,14 @@
 """The plugin: mlx_lm's own commands, and programs that import mlx_lm, decode with drafts.
 
-Four functions of mlx_lm are replaced by `install`; nothing is at import:
+These names of mlx_lm are replaced by `install`; nothing is at import:
 
 - `utils.load_model` notes where a model came from, and takes the directory of a drafter, which
   programs load as their draft model;
 - `generate.stream_generate` is ours;
 - `generate.generate_step` and `generate.speculative_generate_step`, which the stock
-  `stream_generate` calls, serve programs that imported that one before.
+  `stream_generate` calls, serve programs that imported that one before;
+- `generate.BatchGenerator`, which `batch_generate` uses, is ours;
+- `server.ModelProvider` and `server.ResponseGenerator`, which `mlx_lm.server` starts, are ours.
 """
 
 import sys
@@ -22,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.generate import generation_stream
 from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
@@ -29,11 +32,13 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as stock_load_model
 
+from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.drafters import Drafter
-from mlx_spec.errors import Incompatible, SpecError
+from mlx_spec.errors import Incompatible
 from mlx_spec.families import family_of_drafter
 from mlx_spec.generate import choose_drafter, speculative_generate_step, stream_generate
-from mlx_spec.load import Pairing, load_drafter, pair
+from mlx_spec.load import load_drafter, pair_loaded
+from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
 
@@ -46,9 +51,12 @@ CALLERS = (
     ("mlx_lm.generate", "generate", "stream_generate"),
     ("mlx_lm.generate", "stream_generate", "generate_step"),
     ("mlx_lm.generate", "stream_generate", "speculative_generate_step"),
+    ("mlx_lm.generate", "batch_generate", "BatchGenerator"),
+    ("mlx_lm.server", "main", "ModelProvider"),
+    ("mlx_lm.server", "run", "ResponseGenerator"),
+    ("mlx_lm.server", "ResponseGenerator._generate", "BatchGenerator"),
+    ("mlx_lm.server", "ResponseGenerator._serve_single", "stream_generate"),
 )
-# Modules that have imported `stream_generate` under its name, if they are loaded.
-IMPORTERS = ("mlx_lm", "mlx_lm.generate", "mlx_lm.chat", "mlx_lm.server", "mlx_lm.benchmark")
 
 
 class DrafterDirectory(nn.Module):
@@ -107,9 +115,16 @@ def install(report: Report | None = None) -> None:
     _installed.replace("mlx_lm.utils", "load_model", _load_model)
     _installed.replace("mlx_lm.generate", "generate_step", _generate_step)
     _installed.replace("mlx_lm.generate", "speculative_generate_step", _speculative_generate_step)
-    for module in IMPORTERS:
-        if getattr(sys.modules.get(module), "stream_generate", None) is stock_stream_generate:
-            _installed.replace(module, "stream_generate", _stream_generate)
+    _installed.replace("mlx_lm.server", "ModelProvider", SpecModelProvider)
+    _installed.replace("mlx_lm.server", "ResponseGenerator", _ResponseGenerator)
+    imported: list[tuple[str, Callable, Callable]] = [
+        ("stream_generate", stock_stream_generate, _stream_generate),
+        ("BatchGenerator", StockBatchGenerator, _BatchGenerator),
+    ]
+    for name, stock, hook in imported:
+        for module in [module for module in sys.modules if module.split(".")[0] == "mlx_lm"]:
+            if vars(sys.modules[module]).get(name) is stock:
+                _installed.replace(module, name, hook)
 
 
 def uninstall() -> None:
@@ -126,7 +141,9 @@ def check_mlx_lm() -> None:
     """Raises Incompatible where mlx_lm no longer calls what the plugin replaces."""
     for module, function, name in CALLERS:
         owner = import_module(module)
-        caller = getattr(owner, function, None)
+        caller: Any = owner
+        for part in function.split("."):
+            caller = getattr(caller, part, None)
         code = getattr(caller, "__code__", None)
         if not hasattr(owner, name) or code is None or name not in code.co_names:
             raise Incompatible(
@@ -153,17 +170,6 @@ def _load_model(model_path: Path, *args: Any, **kwargs: Any) -> tuple[nn.Module,
     return model, config
 
 
-def _find_drafter(model: nn.Module) -> None:
-    """Pair a model that stock mlx_lm has loaded, when it is first used."""
-    if "mlx_spec" in vars(model) or "mlx_spec_source" not in vars(model):
-        return
-    source = vars(model)["mlx_spec_source"]
-    try:
-        model.mlx_spec = pair(model, None, lambda: source, "auto")
-    except SpecError as error:  # a stock program goes on as it would have
-        model.mlx_spec = Pairing(None, reason="no-drafter", detail=str(error))
-
-
 def _stream_generate(
     model: nn.Module,
     tokenizer: Any,
@@ -178,7 +184,7 @@ def _stream_generate(
             model, tokenizer, prompt, max_tokens, draft_model, *args, **kwargs
         )
         return
-    _find_drafter(model)
+    pair_loaded(model)
     if isinstance(draft_model, DrafterDirectory):
         draft_model = draft_model.drafter_for(model)
     stats = SpecStats()
@@ -198,7 +204,7 @@ def _generate_step(
     if _installed is None or kwargs.get("max_tokens") == 0:  # 0: only process the prompt
         yield from stock_generate_step(prompt, model, stream, **kwargs)
         return
-    _find_drafter(model)
+    pair_loaded(model)
     stats = SpecStats()
     drafter = choose_drafter(model, None, None, kwargs, stats)
     try:
@@ -233,3 +239,17 @@ def _speculative_generate_step(
         yield from step(prompt, model, draft_model, stream, **kwargs)
     finally:
         _report(stats)
+
+
+class _BatchGenerator(SpecBatchGenerator):
+    def __init__(self, model: nn.Module, **options: Any):
+        if _installed is None:  # as stock
+            super().__init__(model, plan=partial(Plan, 0), **options)
+        else:
+            pair_loaded(model)
+            super().__init__(model, ended=_report, **options)
+
+
+class _ResponseGenerator(SpecResponseGenerator):
+    def __init__(self, model_provider: Any, prompt_cache: Any):
+        super().__init__(model_provider, prompt_cache, ended=_report)

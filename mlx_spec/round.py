@@ -21,7 +21,7 @@ from mlx_spec.accept import Acceptance, Draws
 from mlx_spec.candidates import Candidates
 from mlx_spec.drafters import Drafter
 from mlx_spec.kv_quantization import KVQuantization
-from mlx_spec.randomness import integers
+from mlx_spec.randomness import generator_state, integers
 from mlx_spec.rollback import Transaction
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets.target import Target
@@ -47,13 +47,26 @@ class Pairs:
         )
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What plain decoding has computed ahead of the token that it yielded last.
+
+    token: (1,), the next one. logprobs: (V,). hidden: (1, 1, H), the target's hidden state that
+    predicted it, if it is known.
+    """
+
+    token: mx.array
+    logprobs: mx.array
+    hidden: mx.array | None = None
+
+
 @dataclass
 class Round:
     """A verify forward: under way, then read, committed and yielded token by token."""
 
     transaction: Transaction
     drafts: list[mx.array]  # each (1,)
-    hidden: mx.array  # (1, n+1, H)
+    hidden: mx.array | None  # (1, n+1, H); None for a token that was drawn elsewhere
     draws: Draws
     numbers: mx.array  # all that the host needs to know, in one array
     unlearnt: Pairs | None  # what the drafter had still to learn at the start ...
@@ -81,10 +94,18 @@ class Round:
     def unyielded(self) -> int:
         return len(self.tokens) - self.yielded
 
+    def drawn_at(self, row: int) -> Drawn:
+        hidden = None if self.hidden is None else self.hidden[:, row : row + 1]
+        return Drawn(self.draws.tokens[row : row + 1], self.draws.logprobs[row], hidden)
+
 
 @dataclass
 class Request:
-    """One generation: what is committed, and how to launch the next round."""
+    """One generation: what is committed, and how to launch the next round.
+
+    `drawn`: at the start, a next token that was drawn elsewhere and is yielded first (then it is
+    `pending`, too); at the end, the next one, None where the last token was left pending.
+    """
 
     target: Target
     drafter: Drafter
@@ -95,10 +116,12 @@ class Request:
     pending: mx.array  # (1,); the whole prompt before `prefill`
     kv_quantization: KVQuantization
     unlearnt: Pairs | None = None
+    drawn: Drawn | None = None
 
     def prefill(self, step: int, progress: Callable[[int, int], None]) -> None:
         """Run all of the prompt but its last token, `step` tokens at a time, through the target
-        and, shifted by one, through the drafter. The newest pair is left for the first draft."""
+        and, shifted by one, through the drafter. The newest pair is left for the first draft.
+        A prompt may come in parts: `pending` is then the last token of one and the next part."""
         prompt, done = self.pending, 0
         total = prompt.size
         progress(0, total)
@@ -126,6 +149,17 @@ class Request:
             progress(done, total)
             mx.clear_cache()
         self.pending = prompt[-1:]
+
+    def drawn_before(self) -> Round | None:
+        """The token that was drawn elsewhere, as a round that was read and committed."""
+        if self.drawn is None:
+            return None
+        draws = Draws(self.drawn.token, [self.drawn.logprobs], [])
+        key = integers(generator_state())
+        position = self.drafter.position(self.draft_caches)
+        nothing = Transaction(self.target, [])
+        tokens = integers(self.drawn.token)
+        return Round(nothing, [], None, draws, self.drawn.token, None, position, tokens, [key])
 
     def launch(self, remaining: int | None) -> Round:
         """Draft and verify, lazily. `remaining` tokens may still be emitted (None: no limit)."""
@@ -158,6 +192,7 @@ class Request:
 
     def commit(self, launched: Round) -> None:
         """Keep the accepted drafts of a round that was read."""
+        assert launched.hidden is not None
         launched.transaction.commit(len(launched.tokens))
         self.kv_quantization.apply(self.caches)
         rows = slice(0, len(launched.tokens))
@@ -179,10 +214,12 @@ class Request:
         mlx_lm has fed each token, and drawn the next one, when it yields it. `as_stock` does
         likewise; otherwise a token that no committed forward has fed is left pending.
         """
+        self.drawn = None
         if as_stock and ahead is not None and (current is None or not current.unyielded):
             self.drafter.rewind(self.draft_caches, ahead.position)
             self.unlearnt = ahead.unlearnt
             ahead.transaction.commit(1)
+            self.drawn = ahead.drawn_at(0)
             self.law.leave(integers(ahead.draws.keys[0]) if ahead.draws.keys else None)
         else:
             if ahead is not None:
@@ -193,6 +230,8 @@ class Request:
                 current.transaction.commit(1 + fed)
                 if self.unlearnt is not None:
                     self.unlearnt = self.unlearnt[: len(self.unlearnt) - current.unyielded]
+                if current.unyielded:
+                    self.drawn = current.drawn_at(fed)
                 key = current.keys[fed] if current.keys else None
             self.law.leave(key)
         with nullcontext() if as_stock else suppress(Exception):  # the first error is the one
@@ -230,8 +269,9 @@ def speculate(
     does. After an exception the last yielded token may be missing ("pending") in them.
     """
     emitted = 0
-    current: Round | None = None  # read and committed
+    current = request.drawn_before()  # read and committed
     ahead: Round | None = None  # launched
+    failure: Exception | None = None
     as_stock = False
 
     def remaining() -> int | None:
@@ -241,26 +281,30 @@ def speculate(
     try:
         with mx.stream(stream):
             ahead = request.launch(remaining())
-        while emitted != max_tokens:
+        while True:
+            if current is not None:
+                for token, logprobs in zip(current.tokens, current.draws.logprobs, strict=False):
+                    if emitted % 256 == 0:
+                        mx.clear_cache()
+                    emitted += 1
+                    current.yielded += 1
+                    right = current.yielded <= current.accepted
+                    stats.accepted_yielded += right
+                    yield token, logprobs, right
+            if failure is not None:
+                raise failure
+            if emitted == max_tokens:
+                break
             assert ahead is not None
             ahead.read()
             with mx.stream(stream):
                 request.commit(ahead)
                 current, ahead = ahead, None
                 stats.add_round(len(current.drafts), current.accepted)
-                failure = None
                 try:
                     ahead = request.launch(remaining())
                 except Exception as error:  # the tokens at hand come first
                     failure = error
-            for token, logprobs in zip(current.tokens, current.draws.logprobs, strict=False):
-                if emitted % 256 == 0:
-                    mx.clear_cache()
-                emitted += 1
-                current.yielded += 1
-                yield token, logprobs, current.yielded <= current.accepted
-            if failure is not None:
-                raise failure
         as_stock = True
     except GeneratorExit:
         as_stock = True

@@ -10,6 +10,7 @@ Reason = Literal[
     "unsupported-cache",  # a cache class that cannot be rolled back
     "input-embeddings",  # the prompt is not (only) tokens
     "stock-draft-model",  # an ordinary mlx-lm model drafts, in mlx-lm's own loop
+    "batch",  # several requests at once: mlx-lm decodes them in a batch
     "too-short",  # generation ended before a draft could be made
 ]
 
@@ -20,7 +21,9 @@ class SpecStats:
 
     A round is one forward of the target. `drafted` and `accepted` count tokens;
     `accepted_by_position[i]` counts how often draft i+1 was accepted, `drafted_by_position[i]`
-    how often it was offered. `reason` is set where speculation was not engaged.
+    how often it was offered. `accepted_yielded` leaves out what was accepted after the end of the
+    text. `unprimed` counts tokens that the drafter has not seen, `batched` those that were decoded
+    in a batch, without drafts. `reason` is set where speculation was not engaged.
     """
 
     kind: str | None = None
@@ -28,6 +31,9 @@ class SpecStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_yielded: int = 0
+    unprimed: int = 0
+    batched: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     reason: Reason | None = None
@@ -84,6 +90,8 @@ class SpecStats:
             "rounds": self.rounds,
             "draft_n": self.drafted,
             "draft_n_accepted": self.accepted,
+            "unprimed": self.unprimed,
+            "batched": self.batched,
             "acceptance": self.acceptance,
             "tokens_per_round": self.tokens_per_round,
             "drafted_by_position": self.drafted_by_position,
@@ -91,7 +99,7 @@ class SpecStats:
         }
 
     def as_text(self) -> str:
-        """Two lines for people."""
+        """Two or three lines for people."""
         if not self.engaged:
             return f"Speculation: not engaged: {self.why}"
         positions = " ".join(
@@ -101,9 +109,14 @@ class SpecStats:
             )
             if drafted
         )
+        unprimed = (
+            f"\nThe drafter has not seen the {self.unprimed} tokens of the prompt cache, "
+            "so it may be right less often."
+        )
         return (
             f"Speculation: {self.kind}, {self.num_draft_tokens} drafts a round; "
             f"{self.accepted} of {self.drafted} drafts accepted ({self.acceptance:.2f})\n"
             f"Accepted by position (share of all offered there): {positions}; "
             f"{self.tokens_per_round:.2f} tokens a round in {self.rounds} rounds"
+            f"{unprimed if self.unprimed else ''}"
         )

@@ -4,6 +4,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+from functools import reduce
 from types import FunctionType
 
 import mlx.core as mx
@@ -159,10 +160,9 @@ def test_only_processing_a_prompt_is_left_to_stock(reports):
 @pytest.mark.parametrize(("module", "function", "name"), plugin.CALLERS)
 def test_a_moved_upstream_is_named_and_nothing_is_replaced(module, function, name, monkeypatch):
     before = hooked()
-    owner = importlib.import_module(module)
-    moved = getattr(owner, function)
-    moved = FunctionType((lambda: None).__code__, moved.__globals__)
-    monkeypatch.setattr(owner, function, moved)
+    moved = FunctionType((lambda: None).__code__, {})
+    *path, last = function.split(".")
+    monkeypatch.setattr(reduce(getattr, path, importlib.import_module(module)), last, moved)
     with pytest.raises(Incompatible, match=rf"has no {module}.{function} that calls"):
         plugin.install()
     monkeypatch.undo()

@@ -1,0 +1,356 @@
+"""mlx_lm's BatchGenerator, in which a sequence that is alone is decoded with drafts.
+
+Several sequences are decoded by mlx_lm in a batch, without drafts: a further row costs the same
+whether it is a draft or another sequence's token, and that one is never wrong. When one is left,
+it is taken out of the batch, and when another arrives, it is put back, in the state in which
+plain decoding would be.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from mlx_lm.models.cache import TokenBuffer
+
+from mlx_spec.accept import Greedy, make_law
+from mlx_spec.drafters import Drafter
+from mlx_spec.generate import DEFAULT_NUM_DRAFT_TOKENS, choose_drafter
+from mlx_spec.kept import first_pair, keep, take_kept, tokens_in
+from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.round import Drawn, Request, speculate
+from mlx_spec.sliding_window import in_time_order, settled
+from mlx_spec.stats import SpecStats
+from mlx_spec.targets import target_for
+
+WORTHWHILE = 8  # for fewer tokens, a sequence is not copied out of the batch
+
+
+@dataclass
+class Plan:
+    """How a sequence is to be decoded while it is alone, from its insertion to its end.
+
+    Attributes:
+        num_draft_tokens: drafts in a round; 0: none.
+        stats: counters to be filled in.
+        drafter: None where nothing can be drafted; the reason is in `stats`.
+        draft_caches: what the drafter knows of the sequence.
+    """
+
+    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
+    stats: SpecStats = field(default_factory=SpecStats)
+    drafter: Drafter | None = None
+    draft_caches: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Sequence:
+    """A sequence, as it passes between mlx_lm's batches and `Alone`.
+
+    Attributes:
+        segments: of the prompt, not processed yet; the last one is a single token.
+        caches: the target's, of this sequence alone.
+        tokens: what the caches hold.
+        count: how many tokens it has generated.
+        matcher: where it is in its stop sequences.
+        drawn: a next token that is drawn, not yielded; None before the first.
+    """
+
+    uid: int
+    segments: list[list[int]]
+    max_tokens: int
+    caches: list[Any]
+    tokens: list[int]
+    sampler: Any
+    processors: Any
+    stop_sequences: Any
+    count: int = 0
+    matcher: Any = None
+    drawn: Drawn | None = None
+
+
+class Alone:
+    """One sequence in the loop of round.py; each call gives one chunk of the prompt or a token."""
+
+    def __init__(self, model: nn.Module, plan: Plan, sequence: Sequence, stream: Any):
+        assert plan.drafter is not None
+        self.plan = plan
+        self.sequence = sequence
+        self.stream = stream
+        self.done, self.total = 0, sum(map(len, sequence.segments))
+        self.matcher = sequence.matcher or sequence.stop_sequences.matcher()
+        plan.stats.kind = plan.drafter.kind
+        plan.stats.num_draft_tokens = plan.num_draft_tokens
+
+        own = sequence.caches
+        kept = take_kept(own, plan.drafter)
+        draft_caches = plan.draft_caches or (kept.caches if kept else [])
+        if not draft_caches:
+            draft_caches = plan.drafter.make_cache()
+            plan.stats.unprimed = tokens_in(own) if draft_caches else 0
+        prompt = mx.array([token for segment in sequence.segments for token in segment], mx.uint32)
+        self.request = Request(
+            target_for(model),
+            plan.drafter,
+            Greedy(),
+            in_time_order(own),
+            draft_caches,
+            plan.num_draft_tokens,
+            prompt[:1],
+            KVQuantization(),
+            first_pair(kept, prompt),
+            sequence.drawn,
+        )
+        self.tokens: Generator[tuple[int, mx.array, bool], None, None] | None = None
+        if sequence.drawn is not None:
+            self._start(sequence.drawn.token)
+
+    def _start(self, pending: mx.array) -> None:
+        sequence, request = self.sequence, self.request
+        history = mx.concatenate([mx.array(sequence.tokens, mx.uint32), pending.astype(mx.uint32)])
+        request.law = make_law(sequence.sampler, sequence.processors, history)
+        request.pending = pending
+        remaining = sequence.max_tokens - sequence.count
+        self.tokens = speculate(request, self.stream, remaining, self.plan.stats)
+
+    def next_chunk(self, step: int) -> PromptProcessingBatch.Response:
+        """Process at most `step` tokens of the prompt; its last one begins the generation."""
+        sequence = self.sequence
+        uid, segments = sequence.uid, sequence.segments
+        if len(segments) == 1 and len(segments[0]) == 1:
+            (last,) = segments.pop()
+            self._start(mx.array([last]))
+            sequence.tokens.append(last)
+            return PromptProcessingBatch.Response(uid, (self.total, self.total), True, True)
+        chunk, segments[0] = segments[0][:step], segments[0][step:]
+        end_of_segment = not segments[0]
+        if end_of_segment:
+            segments.pop(0)
+        self.request.pending = mx.array([*chunk, segments[0][0]], mx.uint32)
+        self.request.prefill(step, lambda done, total: None)
+        sequence.tokens += chunk
+        self.done += len(chunk)
+        progress = (self.done, self.total)
+        return PromptProcessingBatch.Response(uid, progress, end_of_segment, False)
+
+    def next_token(self) -> GenerationBatch.Response:
+        sequence = self.sequence
+        assert self.tokens is not None
+        token, logprobs, _ = next(self.tokens)
+        sequence.count += 1
+        sequence.tokens.append(token)
+        finish_reason = "length" if sequence.count >= sequence.max_tokens else None
+        if self.matcher.advance(token):
+            finish_reason = "stop"
+        caches = all_tokens = None
+        if finish_reason is not None:
+            self.leave()
+            caches, all_tokens = sequence.caches, sequence.tokens
+        return GenerationBatch.Response(
+            sequence.uid, token, logprobs, finish_reason, caches, all_tokens
+        )
+
+    def snapshot(self) -> tuple[list[Any], list[int]]:
+        """A copy of the caches while the prompt is being processed, and what they hold."""
+        caches = self.sequence.caches
+        copies = copy.deepcopy(settled(caches))
+        in_time_order(caches)
+        self._keep(copies, copy.deepcopy(self.request.draft_caches))
+        return copies, list(self.sequence.tokens)
+
+    def leave(self) -> Sequence:
+        """The sequence as plain decoding would have left it after the tokens that it yielded."""
+        sequence, request = self.sequence, self.request
+        if self.tokens is not None:
+            self.tokens.close()
+            if request.drawn is None:  # the newest token is pending
+                sequence.segments = [[sequence.tokens.pop()]]
+        sequence.drawn = request.drawn
+        sequence.matcher = self.matcher
+        settled(sequence.caches)
+        self._keep(sequence.caches, request.draft_caches)
+        self.plan.draft_caches = request.draft_caches
+        return sequence
+
+    def _keep(self, caches: list[Any], draft_caches: list[Any]) -> None:
+        request = self.request
+        hidden = request.drawn.hidden if request.drawn else None
+        if request.unlearnt is not None:
+            hidden = request.unlearnt.hidden[:, -1:]
+        keep(caches, request.drafter, draft_caches, hidden)
+
+
+class SpecBatchGenerator(BatchGenerator):
+    """mlx_lm.generate.BatchGenerator, with drafts for a sequence that is alone.
+
+    Args: those of mlx_lm's, and
+        plan: is called for each inserted sequence; depth and counters.
+        ended: is called with the counters of each sequence when it ends.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plan: Callable[[], Plan] = Plan,
+        ended: Callable[[SpecStats], None] = lambda stats: None,
+        **options: Any,
+    ):
+        super().__init__(model, **options)
+        self.plan = plan
+        self.ended = ended
+        self.plans: dict[int, Plan] = {}
+        self.alone: Alone | None = None
+
+    def insert_segments(self, *args: Any, **options: Any) -> list[int]:
+        uids = super().insert_segments(*args, **options)
+        for sequence in list(self._unprocessed_sequences)[-len(uids) :]:
+            uid, cache = sequence[0], sequence[3]
+            plan = self.plans[uid] = self.plan()
+            plan.drafter = choose_drafter(
+                self.model, None, plan.num_draft_tokens, {"prompt_cache": cache}, plan.stats
+            )
+            if isinstance(plan.drafter, nn.Module):  # drafts in another loop of mlx_lm only
+                plan.drafter, plan.stats.reason = None, "stock-draft-model"
+        return uids
+
+    def extract_cache(self, uids: list[int]) -> dict[int, Any]:
+        alone = self.alone
+        if alone is None or alone.sequence.uid not in uids:
+            return super().extract_cache(uids)
+        if alone.tokens is None:
+            return {alone.sequence.uid: alone.snapshot()}
+        self._stand_down()
+        return super().extract_cache(uids)
+
+    def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
+        if return_prompt_caches:
+            self._stand_down()
+        caches = super().remove(uids, return_prompt_caches)
+        if self.alone is not None and self.alone.sequence.uid in uids:
+            self.alone.leave()
+            self.alone = None
+        for uid in uids:
+            self._end(uid)
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        own = 0
+        if self.alone is not None:
+            request = self.alone.request
+            own = sum(cache.nbytes for cache in request.caches + request.draft_caches)
+        return super().prompt_cache_nbytes + own
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        if self._unprocessed_sequences:
+            self._stand_down()
+        if self.alone is None:
+            self.alone = self._single_out()
+        prompts, tokens = super()._next() if self.alone is None else self._next_alone(self.alone)
+        for response in tokens:
+            if self.alone is None:
+                self.plans[response.uid].stats.batched += 1
+            if response.finish_reason is not None:
+                self._end(response.uid)
+        return prompts, tokens
+
+    def _next_alone(self, alone: Alone) -> tuple[list[Any], list[Any]]:
+        begin = time.perf_counter()
+        if alone.tokens is None:
+            before = alone.done
+            prompt = alone.next_chunk(self.prefill_step_size)
+            self._counters.prompt_tokens += alone.done - before
+            self._counters.prompt_time += time.perf_counter() - begin
+            return [prompt], []
+        token = alone.next_token()
+        self._counters.decode_time += time.perf_counter() - begin
+        self._counters.generation_tokens += 1
+        self._counters.generation_steps += 1
+        return [], [token]
+
+    def _end(self, uid: int) -> None:
+        if self.alone is not None and self.alone.sequence.uid == uid:
+            self.alone = None
+        if (plan := self.plans.pop(uid, None)) is not None:
+            stats = plan.stats
+            if not stats.engaged and stats.reason is None:
+                stats.reason = "batch" if stats.batched else "too-short"
+            self.ended(stats)
+
+    def _single_out(self) -> Alone | None:
+        """Take the only sequence out of mlx_lm's batches, unless its prompt is being processed
+        there, or nothing can be drafted for it."""
+        waiting, generating = self._unprocessed_sequences, self._generation_batch
+        if len(waiting) + len(self._prompt_batch) + len(generating) != 1:
+            return None
+        if waiting:
+            plan = self.plans[waiting[0][0]]
+            if plan.drafter is None:
+                return None
+            return Alone(self.model, plan, Sequence(*waiting.popleft()), self._stream)
+        if not len(generating) or generating.max_tokens[0] - generating._num_tokens[0] < WORTHWHILE:
+            return None
+        plan = self.plans[generating.uids[0]]
+        if plan.drafter is None:
+            return None
+        return Alone(self.model, plan, self._out_of_batch(generating), self._stream)
+
+    def _out_of_batch(self, batch: GenerationBatch) -> Sequence:
+        sequence = Sequence(
+            batch.uids[0],
+            [],
+            batch.max_tokens[0],
+            batch.extract_cache(0),
+            batch.tokens[0],
+            batch.samplers[0],
+            batch.logits_processors[0],
+            batch.stop_sequences[0],
+            batch._num_tokens[0],
+            batch._matchers[0],
+            Drawn(batch._next_tokens, batch._next_logprobs[0]),
+        )
+        batch.filter([])
+        return sequence
+
+    def _stand_down(self) -> None:
+        """Put the sequence that is alone into mlx_lm's batches."""
+        if self.alone is None:
+            return
+        sequence = self.alone.leave()
+        self.alone = None
+        if sequence.drawn is not None:
+            self._generation_batch.extend(self._as_batch(sequence, sequence.drawn))
+        else:
+            self._unprocessed_sequences.appendleft(
+                (
+                    sequence.uid,
+                    sequence.segments,
+                    sequence.max_tokens - sequence.count,
+                    sequence.caches,
+                    sequence.tokens,
+                    sequence.sampler,
+                    sequence.processors,
+                    sequence.stop_sequences,
+                )
+            )
+
+    def _as_batch(self, sequence: Sequence, drawn: Drawn) -> GenerationBatch:
+        batch = GenerationBatch.empty(self.model, self.sampler)
+        batch.uids = [sequence.uid]
+        batch.prompt_cache = [cache.merge([cache]) for cache in sequence.caches]
+        batch.tokens = [sequence.tokens]
+        batch.samplers = [sequence.sampler]
+        batch.logits_processors = [sequence.processors]
+        batch.stop_sequences = [sequence.stop_sequences]
+        batch.max_tokens = [sequence.max_tokens]
+        batch._next_tokens = drawn.token
+        batch._next_logprobs = [drawn.logprobs]
+        batch._token_context = [TokenBuffer(sequence.tokens)]
+        batch._num_tokens = [sequence.count]
+        batch._matchers = [sequence.matcher]
+        return batch

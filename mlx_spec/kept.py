@@ -1,0 +1,56 @@
+"""What a drafter knows of a prompt cache, kept with it for the next turn.
+
+It hangs on the first of the target's caches: the list itself stays what mlx-lm expects, and a
+copy of the list copies it. Files of prompt caches do not hold it.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.drafters import Drafter
+from mlx_spec.round import Pairs
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Attributes:
+    drafter: the one that the caches are of; another one cannot use them.
+    caches: of the drafter.
+    hidden: (1, 1, H), the target's hidden state of the newest token in its caches, if known.
+    tokens: how many the target's caches held.
+    """
+
+    drafter: weakref.ref
+    caches: list[Any]
+    hidden: mx.array | None
+    tokens: int
+
+
+def keep(own: list[Any], drafter: Drafter, caches: list[Any], hidden: mx.array | None) -> None:
+    """Hang what the drafter knows on the target's caches `own`."""
+    if hidden is not None:
+        hidden = mx.contiguous(hidden)
+    own[0].mlx_spec = Kept(weakref.ref(drafter), caches, hidden, tokens_in(own))
+
+
+def take_kept(own: list[Any], drafter: Drafter) -> Kept | None:
+    """Take it off again; None where nothing was kept that is of use."""
+    kept = vars(own[0]).pop("mlx_spec", None)
+    if kept is None or kept.drafter() is not drafter or kept.tokens != tokens_in(own):
+        return None
+    return kept
+
+
+def first_pair(kept: Kept | None, prompt: mx.array) -> Pairs | None:
+    """The first token of a further prompt (T,), with the hidden state that was kept."""
+    if kept is None or kept.hidden is None:
+        return None
+    return Pairs(prompt[:1].astype(mx.uint32), kept.hidden)
+
+
+def tokens_in(own: list[Any]) -> int:
+    """How many tokens the target's caches hold."""
+    return max((cache.offset for cache in own if hasattr(cache, "offset")), default=0)

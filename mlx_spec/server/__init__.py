@@ -1,0 +1,1 @@
+"""What `mlx-spec serve` adds around mlx_lm.server."""

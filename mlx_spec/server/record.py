@@ -1,0 +1,190 @@
+"""What happened to each request, and to all of them together."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from queue import Queue
+from typing import Any
+
+from mlx_spec.stats import SpecStats
+
+
+@dataclass(eq=False)
+class Record:
+    """One request, from its arrival to its end. Times are of time.monotonic, in seconds.
+
+    Attributes:
+        num_draft_tokens: asked for; 0: no drafts.
+        stats: filled in by the thread that decodes.
+        context: mlx_lm.server's GenerationContext, once its prompt is being processed.
+        queue: where the request waits for responses, once the decoding thread has taken it.
+        prompt_done: tokens of the prompt that are processed, those from the cache included.
+        tokens: generated so far.
+        outcome: "stop", "length", "cancelled" or "error"; None while it is under way.
+    """
+
+    num_draft_tokens: int
+    stats: SpecStats = field(default_factory=SpecStats)
+    context: Any = None
+    queue: Queue | None = None
+    prompt_done: int = 0
+    tokens: int = 0
+    outcome: str | None = None
+    begin: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.context.prompt) if self.context else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return max(0, self.context.prompt_cache_count) if self.context else 0
+
+    @property
+    def processed_tokens(self) -> int:
+        """Of the prompt, without those that came from the cache."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def prompt_s(self) -> float:
+        """From the beginning to the first token."""
+        if self.begin is None:
+            return 0.0
+        return (self.first_token or time.monotonic()) - self.begin
+
+    @property
+    def predicted_s(self) -> float:
+        """From the first token to the newest."""
+        if self.first_token is None or self.last_token is None:
+            return 0.0
+        return self.last_token - self.first_token
+
+    def started(self, context: Any) -> None:
+        self.context, self.begin = context, time.monotonic()
+
+    def add_token(self, finish_reason: str | None) -> None:
+        now = time.monotonic()
+        self.first_token = self.first_token or now
+        self.last_token = now
+        self.tokens += 1
+        self.prompt_done = self.prompt_tokens
+        self.outcome = finish_reason
+
+    def timings(self) -> dict[str, Any]:
+        """llama.cpp's `timings` (its pull request 12603). The first token counts as part of the
+        prompt's time, so rates of decoding are of the tokens after it; null where there is no
+        time to divide by."""
+        prompt_ms, predicted_ms = 1e3 * self.prompt_s, 1e3 * self.predicted_s
+        stats = self.stats
+        return {
+            "prompt_n": self.processed_tokens,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": ratio(prompt_ms, self.processed_tokens),
+            "prompt_per_second": ratio(1e3 * self.processed_tokens, prompt_ms),
+            "predicted_n": self.tokens,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": ratio(predicted_ms, self.tokens - 1),
+            "predicted_per_second": ratio(1e3 * (self.tokens - 1), predicted_ms),
+            "draft_n": stats.drafted,
+            "draft_n_accepted": stats.accepted,
+            "draft_rounds": stats.rounds,
+            "draft_kind": stats.kind,
+        }
+
+    def spec(self) -> dict[str, Any]:
+        """Whether drafts were made, and if not, why."""
+        stats = self.stats
+        return {
+            "engaged": stats.engaged,
+            "reason": stats.reason,
+            "detail": stats.detail,
+            "depth": stats.num_draft_tokens,
+            "batched": stats.batched,
+            "unprimed": stats.unprimed,
+        }
+
+
+def ratio(count: float, over: float) -> float | None:
+    return count / over if over > 0 else None
+
+
+@dataclass
+class Totals:
+    """Sums over requests."""
+
+    outcomes: Counter = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    prompt_s: float = 0.0
+    predicted_s: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: Counter = field(default_factory=Counter)
+    accepted_by_position: Counter = field(default_factory=Counter)
+
+    def add(self, record: Record) -> None:
+        stats = record.stats
+        if record.outcome is not None:
+            self.outcomes[record.outcome] += 1
+        self.prompt_tokens += max(0, record.prompt_done - record.cached_tokens)
+        self.cached_tokens += record.cached_tokens
+        self.tokens += record.tokens
+        self.prompt_s += record.prompt_s
+        self.predicted_s += record.predicted_s
+        self.rounds += stats.rounds
+        self.drafted += stats.drafted
+        self.accepted += stats.accepted
+        self.drafted_by_position.update(dict(enumerate(stats.drafted_by_position)))
+        self.accepted_by_position.update(dict(enumerate(stats.accepted_by_position)))
+
+
+class Ledger:
+    """All requests of a server. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self.last_error: str | None = None
+        self._active: list[Record] = []
+        self._ended = Totals()
+        self._lock = threading.Lock()
+
+    def begin(self, record: Record) -> None:
+        with self._lock:
+            self._active.append(record)
+
+    def end(self, record: Record, outcome: str = "cancelled") -> None:
+        """`outcome` counts where none is recorded. A second call does nothing."""
+        with self._lock:
+            if record in self._active:
+                self._active.remove(record)
+                record.outcome = record.outcome or outcome
+                self._ended.add(record)
+
+    def active(self) -> list[Record]:
+        with self._lock:
+            return list(self._active)
+
+    def totals(self) -> Totals:
+        """Of all requests, those under way included."""
+        with self._lock:
+            totals = deepcopy(self._ended)
+            for record in self._active:
+                totals.add(record)
+        return totals
+
+
+def counted(record: Record, callback: Callable[[int, int], None] | None) -> Callable:
+    """`callback` for the progress of a prompt, which is recorded too."""
+
+    def progress(done: int, total: int) -> None:
+        record.prompt_done = record.cached_tokens + done
+        if callback is not None:
+            callback(done, total)
+
+    return progress
