@@ -3,25 +3,28 @@
 import argparse
 import json
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import click
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from mlx_lm.generate import generate as stock_generate
 from mlx_lm.generate import main as stock_main
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_spec import demo
 from mlx_spec.conversion import DTYPES, convert
-from mlx_spec.errors import SpecError
+from mlx_spec.enable import disable, enable
+from mlx_spec.errors import SpecError, one_line
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.inspection import inspect_path
 from mlx_spec.load import load
 from mlx_spec.run import run_program
+from mlx_spec.server.serve import serve
 from mlx_spec.stats import SpecStats
 
 
@@ -32,12 +35,8 @@ def one_sentence() -> Iterator[None]:
         yield
     except SpecError as error:
         fail(str(error), error.exit_code)
-    except LocalEntryNotFoundError:
-        fail("The model is not here, and the Hugging Face hub could not be reached for it.")
-    except HfHubHTTPError as error:
-        fail(str(error).splitlines()[0])
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        fail(str(error))
+        fail(one_line(error))
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
@@ -137,6 +136,38 @@ def run_command(program: str, arguments: tuple[str, ...]) -> None:
     """
     with one_sentence():
         run_program(program, list(arguments))
+
+
+@cli.command("serve", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve_command(arguments: tuple[str, ...]) -> None:
+    """Serve a model as mlx_lm.server does, with drafts where possible."""
+    with one_sentence():
+        serve(list(arguments))
+
+
+@cli.command("enable")
+def enable_command() -> None:
+    """Start mlx_lm's own commands in this Python environment with drafts.
+
+    These are mlx_lm.generate, chat, server, benchmark and cache_prompt; other programs stay as
+    they are. One .pth file is written; `mlx-spec disable` removes it.
+    """
+    with one_sentence():
+        path = enable(site_packages())
+    click.echo(f"Wrote {path}; mlx-spec disable, or deleting that file, undoes it.")
+
+
+@cli.command("disable")
+def disable_command() -> None:
+    """Undo `mlx-spec enable`."""
+    with one_sentence():
+        path = disable(site_packages())
+    click.echo(f"Removed {path}." if path else "Nothing to undo: mlx-spec was not enabled.")
+
+
+def site_packages() -> Path:
+    return Path(sysconfig.get_path("purelib"))
 
 
 @cli.command("demo")

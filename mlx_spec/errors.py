@@ -1,5 +1,10 @@
 """What can go wrong, each in one sentence that says what is wrong and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
 
 class SpecError(Exception):
     """Base of all errors that a user can cause or mend. The message is one sentence.
@@ -30,3 +35,68 @@ class Incompatible(SpecError):
     """A drafter and a target that do not belong together, or an unsupported one."""
 
     exit_code = 4
+
+
+class BadArguments(SpecError):
+    """An option that cannot be used as it was given."""
+
+    exit_code = 2
+
+
+class UnusableDrafter(SpecError):
+    """The drafter that was asked for cannot be loaded, or does not fit."""
+
+    exit_code = 4
+
+
+class ModelUnavailable(SpecError):
+    """The model is missing or cannot be read."""
+
+    exit_code = 5
+
+
+class OutOfMemory(SpecError):
+    """A model, or what it computes, does not fit into memory."""
+
+    exit_code = 6
+
+
+class PortInUse(SpecError):
+    """Another program listens there."""
+
+    exit_code = 7
+
+
+def one_line(error: BaseException) -> str:
+    """What the error says, for people."""
+    if isinstance(error, LocalEntryNotFoundError):
+        return "The model is not here, and the Hugging Face hub could not be reached for it."
+    text = str(error)
+    if isinstance(error, HfHubHTTPError):
+        text = text.splitlines()[0]
+    return " ".join(text.split()) or type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """mlx raises a RuntimeError where the allocator or a Metal command buffer fails."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(
+            words in text
+            for words in ("malloc] ", "Insufficient Memory", "OutOfMemory", "out of memory")
+        )
+    )
+
+
+@contextmanager
+def reported_as(kind: type[SpecError], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Any error within becomes one of `kind`, or OutOfMemory, but those in `but`."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            kind = OutOfMemory
+        raise kind(one_line(error)) from error

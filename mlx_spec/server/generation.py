@@ -10,32 +10,65 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from mlx_lm.server import ModelProvider, ResponseGenerator
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.server import ModelProvider, ResponseGenerator, load
 
 from mlx_spec.batch import Plan, SpecBatchGenerator
+from mlx_spec.errors import ModelUnavailable, UnusableDrafter, one_line, reported_as
 from mlx_spec.generate import bound, stream_generate
-from mlx_spec.load import local_path, pair, pair_loaded
-from mlx_spec.server.record import Ledger, Record, counted
+from mlx_spec.load import check_model, local_path, pair, pair_loaded
+from mlx_spec.server.record import Ledger, Record, check_connected, counted, in_ledger
 from mlx_spec.stats import SpecStats
+
+READ_BYTES = 64 << 20  # of weights, between two reports of progress
 
 
 class SpecModelProvider(ModelProvider):
     """mlx_lm.server's, in which `--draft-model`, or a request's `draft_model`, is a drafter too.
-    Without one, a drafter is looked for; "none" looks for none."""
+    Without one, a drafter is looked for; "none" looks for none.
+
+    Attributes:
+        loading: bytes of weights that are read, and of all; None when nothing is being loaded.
+    """
+
+    loading: tuple[int, int] | None = None
 
     def _load(
         self,
-        model_path: str,
+        model_path: str | None,
         adapter_path: str | None = None,
         draft_model_path: str | None = None,
     ) -> None:
-        super()._load(model_path, adapter_path, None)
-        self.model_key = (model_path, adapter_path, draft_model_path)
+        """Raises: ModelUnavailable, UnusableDrafter or OutOfMemory."""
+        if model_path is None:
+            raise ModelUnavailable("There is no default model; name one as the request's model.")
+        self.loading = (0, 0)
         try:
-            self._find_drafter(model_path, draft_model_path or "auto")
+            with reported_as(ModelUnavailable):
+                check_model(model_path)
+                stock_load = bound(ModelProvider._load, load=partial(load, lazy=True))
+                stock_load(self, model_path, adapter_path, None)
+                self._read_weights()
+            self.model_key = (model_path, adapter_path, draft_model_path)
+            with reported_as(UnusableDrafter):
+                self._find_drafter(model_path, draft_model_path or "auto")
         except BaseException:
             self.reset()
             raise
+        finally:
+            self.loading = None
+
+    def _read_weights(self) -> None:
+        parameters: Any = tree_flatten(self.model.parameters())
+        arrays = [array for _, array in parameters]
+        total, done, chunk = sum(array.nbytes for array in arrays), 0, []
+        for array in arrays:
+            chunk.append(array)
+            if sum(a.nbytes for a in chunk) >= READ_BYTES or array is arrays[-1]:
+                mx.eval(chunk)
+                done += sum(a.nbytes for a in chunk)
+                self.loading, chunk = (done, total), []
 
     def _find_drafter(self, model_path: str, draft_model: str) -> None:
         if draft_model == "auto":
@@ -53,6 +86,7 @@ class SpecResponseGenerator(ResponseGenerator):
 
     Args: those of mlx_lm.server's, and
         ended: is called with the counters of each generation when it ends.
+        loaded: is called, in the decoding thread, when the default model is there.
         failed: is called, in the decoding thread, with the error that ends it: that of loading
             the default model, or one that comes without a request to blame.
     """
@@ -63,12 +97,13 @@ class SpecResponseGenerator(ResponseGenerator):
         prompt_cache: Any,
         *,
         ended: Callable[[SpecStats], None] = lambda stats: None,
+        loaded: Callable[[], None] = lambda: None,
         failed: Callable[[Exception], None] = lambda error: None,
     ):
         self.ledger = Ledger()
         self.ended = ended
+        self.loaded = loaded
         self.failed = failed
-        self.loaded = False
         self._starting: Record | None = None
         super().__init__(model_provider, prompt_cache)  # starts the thread
 
@@ -78,32 +113,35 @@ class SpecResponseGenerator(ResponseGenerator):
         generation_args: Any,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[Any, Iterator[Any]]:
-        record = request.record = Record(generation_args.num_draft_tokens)
+        """As mlx_lm.server's. A request may bring a `record`; otherwise it gets one."""
+        if not self.generation_available():
+            raise RuntimeError("The decoding thread has ended; start the server again.")
+        record = record_of(request, generation_args)
         self.ledger.begin(record)
-        try:
+        with in_ledger(self.ledger, record):
             context, responses = super().generate(
                 request, generation_args, counted(record, progress_callback)
             )
-        except BaseException as error:
-            self._note(record, error)
-            raise
         record.started(context)
         return context, self._recorded(record, responses)
 
+    def stop(self, timeout_s: float) -> None:
+        """Stop all generations; wait for the decoding thread, but not for ever."""
+        self._stop = True
+        for record in self.ledger.active():
+            if record.context is not None:
+                record.context.stop()
+        self._generation_thread.join(timeout_s)
+
     def _recorded(self, record: Record, responses: Iterator[Any]) -> Iterator[Any]:
         try:
-            for response in responses:
-                record.add_token(response.finish_reason)
-                yield response
-        except Exception as error:
-            self._note(record, error)
-            raise
+            with in_ledger(self.ledger, record):
+                for response in responses:
+                    self.ledger.add_token(record, response.finish_reason)
+                    check_connected(record)
+                    yield response
         finally:
             self.ledger.end(record)
-
-    def _note(self, record: Record, error: BaseException) -> None:
-        self.ledger.last_error = one_line(error)
-        self.ledger.end(record, "error")
 
     def _run_generate(self) -> None:
         try:
@@ -111,7 +149,7 @@ class SpecResponseGenerator(ResponseGenerator):
         except Exception as error:
             self._fail(error)
             return
-        self.loaded = True
+        self.loaded()
         while True:
             try:
                 self._generate()
@@ -136,21 +174,21 @@ class SpecResponseGenerator(ResponseGenerator):
         self.failed(error)
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        request = super()._next_request(timeout)
-        if request is not None:
-            queue, completion, args = request
-            if not hasattr(completion, "record"):
-                completion.record = Record(args.num_draft_tokens)
-            completion.record.queue = queue
-        return request
+        taken = super()._next_request(timeout)
+        if taken is not None:
+            queue, request, args = taken
+            record_of(request, args).queue = queue
+        return taken
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        self._starting = request.record
+        check_tokens(tokenizer, args)
+        self._starting = record_of(request, args)
         return super()._tokenize(tokenizer, request, args)
 
     def _plan(self) -> Plan:
         """For the sequence that is inserted now: the one that was tokenized last."""
         assert self._starting is not None
+        pair_loaded(self.model_provider.model)
         return Plan(self._starting.num_draft_tokens, self._starting.stats)
 
     def _generate(self) -> None:
@@ -158,7 +196,8 @@ class SpecResponseGenerator(ResponseGenerator):
         bound(ResponseGenerator._generate, BatchGenerator=generator)(self)
 
     def _serve_single(self, request: Any, stream: Any) -> None:
-        stats = request[1].record.stats
+        stats = record_of(*request[1:]).stats
+        pair_loaded(self.model_provider.model)
         serve = bound(
             ResponseGenerator._serve_single, stream_generate=partial(stream_generate, stats=stats)
         )
@@ -168,5 +207,18 @@ class SpecResponseGenerator(ResponseGenerator):
         self.ended(stats)
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def record_of(request: Any, args: Any) -> Record:
+    """A request's record, which is made if there is none."""
+    if "record" not in vars(request):
+        request.record = Record(args.num_draft_tokens)
+    return request.record
+
+
+def check_tokens(tokenizer: Any, args: Any) -> None:
+    """Raises ValueError for ids that the model does not have: decoding them would fail."""
+    size = len(tokenizer.get_vocab())
+    if args.sampling.top_k >= size:
+        raise ValueError(f"top_k is {args.sampling.top_k}; the model has {size} tokens.")
+    for token in args.logits.logit_bias or ():
+        if not 0 <= token < size:
+            raise ValueError(f"logit_bias names token {token}; the model has {size} tokens.")

@@ -2,14 +2,19 @@
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
 
+from mlx_spec.errors import one_line
 from mlx_spec.stats import SpecStats
+
+RECENT_S = 2.0  # what "now" means
+RECENT_TOKENS = 2048  # of them at most
 
 
 @dataclass(eq=False)
@@ -18,21 +23,25 @@ class Record:
 
     Attributes:
         num_draft_tokens: asked for; 0: no drafts.
+        connected: says whether the client is still there.
         stats: filled in by the thread that decodes.
         context: mlx_lm.server's GenerationContext, once its prompt is being processed.
         queue: where the request waits for responses, once the decoding thread has taken it.
         prompt_done: tokens of the prompt that are processed, those from the cache included.
         tokens: generated so far.
         outcome: "stop", "length", "cancelled" or "error"; None while it is under way.
+        error: what it failed with.
     """
 
     num_draft_tokens: int
+    connected: Callable[[], bool] = lambda: True
     stats: SpecStats = field(default_factory=SpecStats)
     context: Any = None
     queue: Queue | None = None
     prompt_done: int = 0
     tokens: int = 0
     outcome: str | None = None
+    error: BaseException | None = None
     begin: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -96,12 +105,21 @@ class Record:
             "draft_kind": stats.kind,
         }
 
+    def usage_details(self) -> dict[str, int]:
+        """OpenAI's usage.completion_tokens_details: drafts among the returned tokens, and the
+        others that were made."""
+        accepted = self.stats.accepted_yielded
+        return {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": self.stats.drafted - accepted,
+        }
+
     def spec(self) -> dict[str, Any]:
         """Whether drafts were made, and if not, why."""
         stats = self.stats
         return {
             "engaged": stats.engaged,
-            "reason": stats.reason,
+            "reason": None if stats.engaged else stats.reason or "too-short",
             "detail": stats.detail,
             "depth": stats.num_draft_tokens,
             "batched": stats.batched,
@@ -121,6 +139,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
+    tokens_after_first: int = 0
     prompt_s: float = 0.0
     predicted_s: float = 0.0
     rounds: int = 0
@@ -136,6 +155,7 @@ class Totals:
         self.prompt_tokens += max(0, record.prompt_done - record.cached_tokens)
         self.cached_tokens += record.cached_tokens
         self.tokens += record.tokens
+        self.tokens_after_first += max(0, record.tokens - 1)
         self.prompt_s += record.prompt_s
         self.predicted_s += record.predicted_s
         self.rounds += stats.rounds
@@ -152,19 +172,30 @@ class Ledger:
         self.last_error: str | None = None
         self._active: list[Record] = []
         self._ended = Totals()
+        self._recent: deque[float] = deque(maxlen=RECENT_TOKENS)
         self._lock = threading.Lock()
 
     def begin(self, record: Record) -> None:
         with self._lock:
             self._active.append(record)
 
-    def end(self, record: Record, outcome: str = "cancelled") -> None:
-        """`outcome` counts where none is recorded. A second call does nothing."""
+    def add_token(self, record: Record, finish_reason: str | None) -> None:
+        record.add_token(finish_reason)
+        self._recent.append(time.monotonic())
+
+    def end(self, record: Record) -> None:
+        """A second call does nothing."""
         with self._lock:
-            if record in self._active:
-                self._active.remove(record)
-                record.outcome = record.outcome or outcome
-                self._ended.add(record)
+            if record not in self._active:
+                return
+            self._active.remove(record)
+            if record.error is not None and not isinstance(record.error, ConnectionError):
+                record.outcome = "error"
+                if not isinstance(record.error, ValueError):  # that is the request's own
+                    self.last_error = one_line(record.error)
+            record.outcome = record.outcome or "cancelled"
+            record.queue = None
+            self._ended.add(record)
 
     def active(self) -> list[Record]:
         with self._lock:
@@ -178,13 +209,39 @@ class Ledger:
                 totals.add(record)
         return totals
 
+    def tokens_per_second(self) -> float | None:
+        """Over the last RECENT_S seconds, of all requests; None without tokens."""
+        since = time.monotonic() - RECENT_S
+        times = [at for at in list(self._recent) if at > since]
+        return ratio(len(times) - 1, times[-1] - times[0]) if len(times) > 1 else None
+
+
+@contextmanager
+def in_ledger(ledger: Ledger, record: Record) -> Iterator[None]:
+    """An error within ends the record."""
+    try:
+        yield
+    except Exception as error:
+        record.error = error
+        ledger.end(record)
+        raise
+
 
 def counted(record: Record, callback: Callable[[int, int], None] | None) -> Callable:
-    """`callback` for the progress of a prompt, which is recorded too."""
+    """`callback` for the progress of a prompt, which is recorded too.
+
+    Raises: ConnectionAbortedError where the client has gone.
+    """
 
     def progress(done: int, total: int) -> None:
         record.prompt_done = record.cached_tokens + done
+        check_connected(record)
         if callback is not None:
             callback(done, total)
 
     return progress
+
+
+def check_connected(record: Record) -> None:
+    if not record.connected():
+        raise ConnectionAbortedError("The client has closed the connection.")
