@@ -24,6 +24,7 @@ from mlx_spec.errors import BadArguments, PortInUse, SpecError, one_line, report
 from mlx_spec.generate import bound
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.handler import App, Server
+from mlx_spec.server.porter import Porter
 from mlx_spec.server.process import Events, on_stop_signals, watch_parent, write_ready_file
 from mlx_spec.server.status import SCHEMA_VERSION, Status
 
@@ -123,8 +124,9 @@ class Run:
         )
         self.status = Status(responses, self.args.launch_id or str(uuid.uuid4()))
         self.status.phase = "loading"
-        app = App(self.status, key, self.args.max_body_bytes, get_system_fingerprint())
-        threading.Thread(target=self.server.serve, args=(app,), daemon=True).start()
+        self.porter = Porter(self.server.socket)
+        self.porter.tell(self.status.health()[1])
+        self.app = App(self.status, key, self.args.max_body_bytes, get_system_fingerprint())
 
     def until_stopped(self) -> NoReturn:
         """Ends the process: with 0 when it is stopped, else with the error's exit code."""
@@ -158,10 +160,13 @@ class Run:
                 progress = self.status.progress()
                 if self.status.phase == "loading" and progress != shown:
                     shown = progress
+                    self.porter.tell(self.status.health()[1])
                     self.events.progress("loading", {"progress": progress})
 
     def loaded(self) -> None:
         self.status.phase = "serving"
+        self.porter.leave()
+        threading.Thread(target=self.server.serve, args=(self.app,), daemon=True).start()
         values = {
             **self.address(),
             "model": self.status.model,
@@ -191,9 +196,12 @@ class Run:
         }
 
     def stop(self) -> None:
-        self.status.phase = "stopping"
+        serving, self.status.phase = self.status.phase == "serving", "stopping"
         self.events.progress("stopping", {})
-        self.server.shutdown()
+        if serving:
+            self.server.shutdown()
+        else:
+            self.porter.leave()
         self.server.server_close()
         self.status.responses.stop(STOP_S)
         if self.args.ready_file is not None:

@@ -123,8 +123,10 @@ class Status:
 
     @property
     def model(self) -> str | None:
-        key = self.responses.model_provider.model_key
-        return str(key[0]) if key else None
+        """The one that is loaded, before that the one to be loaded."""
+        provider = self.responses.model_provider
+        name = provider.model_key[0] if provider.model_key else provider.cli_args.model
+        return None if name is None else str(name)
 
     @property
     def drafter(self) -> str | None:
