@@ -90,12 +90,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def reported_as(kind: type[SpecError], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Any error within becomes one of `kind`, or OutOfMemory, but those in `but`."""
+def reported_as(kind: type[SpecError]) -> Iterator[None]:
+    """Any error within becomes one of `kind`, or OutOfMemory."""
     try:
         yield
-    except but:
-        raise
     except Exception as error:
         if is_out_of_memory(error):
             kind = OutOfMemory

@@ -208,7 +208,10 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int):
-        """Raises: PortInUse, or OSError for a host that is not this machine's."""
+        """Raises: PortInUse, ValueError for no port, OSError for a host that is not this
+        machine's."""
+        if not 0 <= port <= 65535:
+            raise ValueError(f"{port} is not a port; give 0 to 65535.")
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = infos[0]
         in_use = (

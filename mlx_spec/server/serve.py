@@ -20,7 +20,7 @@ from mlx_lm.server import get_system_fingerprint
 from mlx_lm.server import main as stock_main
 
 from mlx_spec import plugin
-from mlx_spec.errors import BadArguments, PortInUse, SpecError, one_line, reported_as
+from mlx_spec.errors import BadArguments, SpecError, one_line, reported_as
 from mlx_spec.generate import bound
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.handler import App, Server
@@ -109,8 +109,10 @@ class Run:
         """Raises: BadArguments, PortInUse."""
         self.args = provider.cli_args
         key = read_key(self.args.api_key_file)
-        with reported_as(BadArguments, but=(PortInUse,)):
+        try:
             self.server = Server(host, port)
+        except (OSError, ValueError) as error:
+            raise BadArguments(f"{host}, port {port}: {one_line(error)}") from error
         if self.args.log_file is not None:
             log_to(self.args.log_file)
         plugin.install()
