@@ -12,12 +12,16 @@ from functools import partial
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from socketserver import TCPServer
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
 from mlx_lm.server import APIHandler
 
 from mlx_spec.errors import OutOfMemory, PortInUse, SpecError, is_out_of_memory, one_line
+from mlx_spec.generate import bound
 from mlx_spec.server import validation
 from mlx_spec.server.metrics import CONTENT_TYPE, metrics_text
 from mlx_spec.server.record import Record
@@ -69,6 +73,9 @@ class Handler(APIHandler):
 
     def handle_health_check(self) -> None:
         self.answer(*self.app.status.health())
+
+    def handle_models_request(self) -> None:
+        bound(APIHandler.handle_models_request, scan_cache_dir=downloaded)(self)
 
     def handle_metrics(self) -> None:
         try:
@@ -189,6 +196,14 @@ class Handler(APIHandler):
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
         if urlsplit(self.path).path not in POLLED:
             super().log_request(code, size)
+
+
+def downloaded() -> Any:
+    """The hub's cache; as mlx_lm.server wants it also where nothing was ever downloaded."""
+    try:
+        return scan_cache_dir()
+    except CacheNotFound:
+        return SimpleNamespace(repos=())
 
 
 def status_for(error: BaseException) -> int:

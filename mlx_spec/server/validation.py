@@ -52,7 +52,9 @@ def parse(raw: bytes) -> dict[str, Any]:
     """
     try:
         body = json.loads(raw.decode(), parse_constant=refuse_constant)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except BadRequest:
+        raise
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not JSON: {error}.") from error
     if not isinstance(body, dict):
         raise BadRequest("The body is not a JSON object.")

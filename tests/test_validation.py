@@ -1,0 +1,146 @@
+"""What is refused before a request is decoded."""
+
+import json
+
+import pytest
+
+from mlx_spec.server.validation import BOUNDS, BadRequest, check, parse
+
+TEXT = {"prompt": "import os"}
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def refusal(body, chat=False):
+    with pytest.raises(BadRequest) as error:
+        check(dict(body), chat)
+    return str(error.value)
+
+
+def test_what_mlx_lm_takes_is_taken():
+    options = {
+        "stream": True,
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0,
+        "top_p": 1,
+        "top_k": 0,
+        "min_p": 0.5,
+        "xtc_probability": 1,
+        "xtc_threshold": 0,
+        "seed": 2**64 - 1,
+        "num_draft_tokens": 0,
+        "logit_bias": {"5": -100, "7": 1.5},
+        "stop": ["a", "b"],
+        "logprobs": True,
+        "top_logprobs": 11,
+        "chat_template_kwargs": {},
+        "repetition_penalty": 1.1,
+    }
+    check(TEXT | options, chat=False)
+    check(CHAT | options | {"stop": "a", "tools": []}, chat=True)
+    parts = [{"type": "text", "text": "a"}]
+    calls = {"role": "assistant", "content": None, "tool_calls": []}
+    check({"messages": [{"role": "user", "content": parts}, calls]}, chat=True)
+
+
+def test_a_number_that_mlx_lm_wants_as_a_float_becomes_one():
+    body = TEXT | {"xtc_probability": 1, "xtc_threshold": 0}
+    check(body, chat=False)
+    assert isinstance(body["xtc_probability"], float)
+    assert isinstance(body["xtc_threshold"], float)
+
+
+def test_stream_options_may_be_incomplete():
+    body = TEXT | {"stream_options": {}}
+    check(body, chat=False)
+    assert body["stream_options"] == {"include_usage": False}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_wrong_type_is_named(name):
+    wrong = 5 if BOUNDS[name][0] in (str, dict, list, bool, (str, list)) else "5"
+    assert refusal(TEXT | {name: wrong}).startswith(f"{name} must be of type ")
+
+
+@pytest.mark.parametrize("name", [n for n, (types, *_) in BOUNDS.items() if types is not bool])
+def test_true_is_not_a_number(name):
+    assert refusal(TEXT | {name: True}).startswith(f"{name} must be of type ")
+
+
+@pytest.mark.parametrize("name", [n for n, (_, least, _) in BOUNDS.items() if least is not None])
+def test_too_little_is_refused(name):
+    least = BOUNDS[name][1]
+    assert refusal(TEXT | {name: least - 1}) == f"{name} must be at least {least}."
+
+
+@pytest.mark.parametrize("name", [n for n, (*_, most) in BOUNDS.items() if most is not None])
+def test_too_much_is_refused(name):
+    most = BOUNDS[name][2]
+    assert refusal(TEXT | {name: most + 1}) == f"{name} must be at most {most}."
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_are_finite(value):
+    assert refusal(TEXT | {"temperature": value}) == "temperature must be finite."
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "prompt is not a text, or is empty."),
+        ({"prompt": ""}, "prompt is not a text, or is empty."),
+        ({"prompt": ["a", "b"]}, "prompt is not a text, or is empty."),
+        (TEXT | {"stop": ["a", 5]}, "stop is not a text or a list of texts."),
+        (TEXT | {"logit_bias": {"x": 1}}, "logit_bias is not an object of token id to number."),
+        (TEXT | {"logit_bias": {"5": "x"}}, "logit_bias is not an object of token id to number."),
+        (TEXT | {"logit_bias": {"5": True}}, "logit_bias is not an object of token id to number."),
+    ],
+)
+def test_what_is_wrong_with_a_text_request(body, words):
+    assert refusal(body) == words
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (None, "messages is not a list of messages, or is empty."),
+        ("hello", "messages is not a list of messages, or is empty."),
+        ([], "messages is not a list of messages, or is empty."),
+        (["hello"], "Each message must be an object with a role."),
+        ([{"content": "hello"}], "Each message must be an object with a role."),
+        ([{"role": 5, "content": "hello"}], "Each message must be an object with a role."),
+        ([{"role": "user", "content": 5}], "A message's content must be a text or a list"),
+        ([{"role": "user", "content": ["a"]}], "A message's content must be a text or a list"),
+        ([{"role": "user", "content": [{}]}], "A message's content must be a text or a list"),
+        ([{"role": "assistant", "tool_calls": {}}], "A message's tool_calls must be a list."),
+    ],
+)
+def test_what_is_wrong_with_messages(messages, words):
+    assert refusal({"messages": messages}, chat=True).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "The body is not JSON: "),
+        (b"{", "The body is not JSON: "),
+        (b"\xff\xfe", "The body is not JSON: "),
+        (b"[1]", "The body is not a JSON object."),
+        (b'"text"', "The body is not a JSON object."),
+        (b'{"temperature": NaN}', "NaN is not a number of JSON."),
+        (b'{"temperature": -Infinity}', "-Infinity is not a number of JSON."),
+        (b'{"a":' * 100_000, "The body is not JSON: "),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "The body is not JSON: "),
+    ],
+    ids=range(9),
+)
+def test_what_is_not_a_json_object(raw, words):
+    with pytest.raises(BadRequest) as error:
+        parse(raw)
+    assert str(error.value).startswith(words)
+
+
+def test_null_is_as_good_as_absent():
+    """Clients send it for options that they leave out; mlx_lm.server refuses some of them."""
+    body = {"prompt": "a", "max_tokens": None, "seed": None, "stop": None}
+    assert parse(json.dumps(body).encode()) == {"prompt": "a"}
