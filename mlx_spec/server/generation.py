@@ -72,6 +72,7 @@ class SpecModelProvider(ModelProvider):
 
     def _find_drafter(self, model_path: str, draft_model: str) -> None:
         if draft_model == "auto":
+            self.model.mlx_spec_source = local_path(model_path)
             return pair_loaded(self.model)
         where = partial(local_path, model_path)
         pairing = self.model.mlx_spec = pair(self.model, self.tokenizer, where, draft_model)

@@ -15,7 +15,6 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
-from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import get_system_fingerprint
 from mlx_lm.server import main as stock_main
 
@@ -26,6 +25,7 @@ from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.handler import App, Server
 from mlx_spec.server.porter import Porter
 from mlx_spec.server.process import Events, on_stop_signals, watch_parent, write_ready_file
+from mlx_spec.server.prompt_cache import PromptCache
 from mlx_spec.server.status import SCHEMA_VERSION, Status
 
 DEFAULT_PORT = 8484
@@ -120,7 +120,7 @@ class Run:
         self.news: SimpleQueue[News] = SimpleQueue()
         responses = SpecResponseGenerator(
             provider,
-            LRUPromptCache(self.args.prompt_cache_size),
+            PromptCache(self.args.prompt_cache_size),
             loaded=lambda: self.news.put("loaded"),
             failed=self.news.put,
         )
