@@ -39,12 +39,16 @@ class Plan:
         stats: counters to be filled in.
         drafter: None where nothing can be drafted; the reason is in `stats`.
         draft_caches: what the drafter knows of the sequence.
+        tokens: how many the target's caches held then.
+        prompt_done: how many tokens of the prompt were processed while it was alone.
     """
 
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
     stats: SpecStats = field(default_factory=SpecStats)
     drafter: Drafter | None = None
     draft_caches: list[Any] = field(default_factory=list)
+    tokens: int = 0
+    prompt_done: int = 0
 
 
 @dataclass
@@ -81,17 +85,16 @@ class Alone:
         self.plan = plan
         self.sequence = sequence
         self.stream = stream
-        self.done, self.total = 0, sum(map(len, sequence.segments))
+        self.total = plan.prompt_done + sum(map(len, sequence.segments))
         self.matcher = sequence.matcher or sequence.stop_sequences.matcher()
         plan.stats.kind = plan.drafter.kind
         plan.stats.num_draft_tokens = plan.num_draft_tokens
 
         own = sequence.caches
         kept = take_kept(own, plan.drafter)
-        draft_caches = plan.draft_caches or (kept.caches if kept else [])
-        if not draft_caches:
-            draft_caches = plan.drafter.make_cache()
-            plan.stats.unprimed = tokens_in(own) if draft_caches else 0
+        draft_caches = plan.draft_caches or (kept.caches if kept else plan.drafter.make_cache())
+        if kept is None and draft_caches:
+            plan.stats.unprimed += tokens_in(own) - plan.tokens
         prompt = mx.array([token for segment in sequence.segments for token in segment], mx.uint32)
         self.request = Request(
             target_for(model),
@@ -133,8 +136,8 @@ class Alone:
         self.request.pending = mx.array([*chunk, segments[0][0]], mx.uint32)
         self.request.prefill(step, lambda done, total: None)
         sequence.tokens += chunk
-        self.done += len(chunk)
-        progress = (self.done, self.total)
+        self.plan.prompt_done += len(chunk)
+        progress = (self.plan.prompt_done, self.total)
         return PromptProcessingBatch.Response(uid, progress, end_of_segment, False)
 
     def next_token(self) -> GenerationBatch.Response:
@@ -174,6 +177,7 @@ class Alone:
         settled(sequence.caches)
         self._keep(sequence.caches, request.draft_caches)
         self.plan.draft_caches = request.draft_caches
+        self.plan.tokens = tokens_in(sequence.caches)
         return sequence
 
     def _keep(self, caches: list[Any], draft_caches: list[Any]) -> None:
@@ -208,8 +212,9 @@ class SpecBatchGenerator(BatchGenerator):
 
     def insert_segments(self, *args: Any, **options: Any) -> list[int]:
         uids = super().insert_segments(*args, **options)
-        for sequence in list(self._unprocessed_sequences)[-len(uids) :]:
-            uid, cache = sequence[0], sequence[3]
+        for uid, _, _, cache, *_ in self._unprocessed_sequences:
+            if uid not in uids:
+                continue
             plan = self.plans[uid] = self.plan()
             plan.drafter = choose_drafter(
                 self.model, None, plan.num_draft_tokens, {"prompt_cache": cache}, plan.stats
@@ -223,17 +228,14 @@ class SpecBatchGenerator(BatchGenerator):
         if alone is None or alone.sequence.uid not in uids:
             return super().extract_cache(uids)
         if alone.tokens is None:
-            return {alone.sequence.uid: alone.snapshot()}
+            return {alone.sequence.uid: alone.snapshot(), **super().extract_cache(uids)}
         self._stand_down()
         return super().extract_cache(uids)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
-        if return_prompt_caches:
+        if self.alone is not None and self.alone.sequence.uid in uids:
             self._stand_down()
         caches = super().remove(uids, return_prompt_caches)
-        if self.alone is not None and self.alone.sequence.uid in uids:
-            self.alone.leave()
-            self.alone = None
         for uid in uids:
             self._end(uid)
         return caches
@@ -262,9 +264,9 @@ class SpecBatchGenerator(BatchGenerator):
     def _next_alone(self, alone: Alone) -> tuple[list[Any], list[Any]]:
         begin = time.perf_counter()
         if alone.tokens is None:
-            before = alone.done
+            before = alone.plan.prompt_done
             prompt = alone.next_chunk(self.prefill_step_size)
-            self._counters.prompt_tokens += alone.done - before
+            self._counters.prompt_tokens += alone.plan.prompt_done - before
             self._counters.prompt_time += time.perf_counter() - begin
             return [prompt], []
         token = alone.next_token()
@@ -292,7 +294,9 @@ class SpecBatchGenerator(BatchGenerator):
             plan = self.plans[waiting[0][0]]
             if plan.drafter is None:
                 return None
-            return Alone(self.model, plan, Sequence(*waiting.popleft()), self._stream)
+            sequence = Sequence(*waiting.popleft())
+            sequence.caches = copy.deepcopy(sequence.caches)  # as mlx_lm does
+            return Alone(self.model, plan, sequence, self._stream)
         if not len(generating) or generating.max_tokens[0] - generating._num_tokens[0] < WORTHWHILE:
             return None
         plan = self.plans[generating.uids[0]]
@@ -319,18 +323,18 @@ class SpecBatchGenerator(BatchGenerator):
 
     def _stand_down(self) -> None:
         """Put the sequence that is alone into mlx_lm's batches."""
-        if self.alone is None:
+        alone, self.alone = self.alone, None
+        if alone is None:
             return
-        sequence = self.alone.leave()
-        self.alone = None
-        if sequence.drawn is not None:
-            self._generation_batch.extend(self._as_batch(sequence, sequence.drawn))
+        sequence = alone.leave()
+        if alone.tokens is not None:
+            self._generation_batch.extend(self._as_batch(sequence))
         else:
             self._unprocessed_sequences.appendleft(
                 (
                     sequence.uid,
                     sequence.segments,
-                    sequence.max_tokens - sequence.count,
+                    sequence.max_tokens,
                     sequence.caches,
                     sequence.tokens,
                     sequence.sampler,
@@ -339,7 +343,7 @@ class SpecBatchGenerator(BatchGenerator):
                 )
             )
 
-    def _as_batch(self, sequence: Sequence, drawn: Drawn) -> GenerationBatch:
+    def _as_batch(self, sequence: Sequence) -> GenerationBatch:
         batch = GenerationBatch.empty(self.model, self.sampler)
         batch.uids = [sequence.uid]
         batch.prompt_cache = [cache.merge([cache]) for cache in sequence.caches]
@@ -348,9 +352,21 @@ class SpecBatchGenerator(BatchGenerator):
         batch.logits_processors = [sequence.processors]
         batch.stop_sequences = [sequence.stop_sequences]
         batch.max_tokens = [sequence.max_tokens]
-        batch._next_tokens = drawn.token
-        batch._next_logprobs = [drawn.logprobs]
         batch._token_context = [TokenBuffer(sequence.tokens)]
         batch._num_tokens = [sequence.count]
         batch._matchers = [sequence.matcher]
+        if sequence.drawn is not None:
+            batch._next_tokens = sequence.drawn.token
+            batch._next_logprobs = [sequence.drawn.logprobs]
+        else:  # mlx_lm draws the first token when the prompt is done
+            batch._next_tokens = mx.array(sequence.segments.pop())
+            batch._step()
+        return batch
+
+    def _make_batch(self, n: int) -> PromptProcessingBatch:
+        """The progress of a prompt that has been alone counts from its beginning."""
+        batch = super()._make_batch(n)
+        for uid, progress in zip(batch.uids, self._currently_processing[-n:], strict=True):
+            progress[1] += self.plans[uid].prompt_done
+            progress[2] += self.plans[uid].prompt_done
         return batch

@@ -31,6 +31,7 @@ class Tally:
         self.total.rounds += stats.rounds
         self.total.drafted += stats.drafted
         self.total.accepted += stats.accepted
+        self.total.unprimed += stats.unprimed
 
     def as_text(self) -> str:
         lines = []
@@ -40,6 +41,8 @@ class Tally:
                 f"{self.total.accepted} of {self.total.drafted} drafts accepted "
                 f"({self.total.acceptance:.2f}), {self.total.tokens_per_round:.2f} tokens a round"
             )
+        if self.total.unprimed:
+            lines.append(self.total.unprimed_text())
         for why, count in self.others.items():
             lines.append(f"Speculation: not engaged in {count} generations: {why}")
         return "\n".join(lines) or "Speculation: not engaged: nothing was generated"

@@ -109,14 +109,16 @@ class SpecStats:
             )
             if drafted
         )
-        unprimed = (
-            f"\nThe drafter has not seen the {self.unprimed} tokens of the prompt cache, "
-            "so it may be right less often."
-        )
         return (
             f"Speculation: {self.kind}, {self.num_draft_tokens} drafts a round; "
             f"{self.accepted} of {self.drafted} drafts accepted ({self.acceptance:.2f})\n"
             f"Accepted by position (share of all offered there): {positions}; "
             f"{self.tokens_per_round:.2f} tokens a round in {self.rounds} rounds"
-            f"{unprimed if self.unprimed else ''}"
+            + (f"\n{self.unprimed_text()}" if self.unprimed else "")
+        )
+
+    def unprimed_text(self) -> str:
+        return (
+            f"The drafter has not seen {self.unprimed} tokens, of a prompt cache or of a batch, "
+            "so it may be right less often."
         )
