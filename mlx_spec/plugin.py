@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import mlx.core as mx
@@ -56,6 +57,25 @@ CALLERS = (
     ("mlx_lm.server", "run", "ResponseGenerator"),
     ("mlx_lm.server", "ResponseGenerator._generate", "BatchGenerator"),
     ("mlx_lm.server", "ResponseGenerator._serve_single", "stream_generate"),
+    ("mlx_lm.server", "ModelProvider._load", "load"),
+)
+# What batch.py and server/generation.py work with inside mlx_lm's classes.
+INTERNALS = (
+    ("mlx_lm.generate", "BatchGenerator._next", "_unprocessed_sequences"),
+    ("mlx_lm.generate", "BatchGenerator._next", "_prompt_batch"),
+    ("mlx_lm.generate", "BatchGenerator._next", "_generation_batch"),
+    ("mlx_lm.generate", "BatchGenerator._next", "_currently_processing"),
+    ("mlx_lm.generate", "BatchGenerator._next", "_make_batch"),
+    ("mlx_lm.generate", "BatchGenerator._next", "_counters"),
+    ("mlx_lm.generate", "GenerationBatch._step", "_next_tokens"),
+    ("mlx_lm.generate", "GenerationBatch._step", "_next_logprobs"),
+    ("mlx_lm.generate", "GenerationBatch._step", "_token_context"),
+    ("mlx_lm.generate", "GenerationBatch.next", "_num_tokens"),
+    ("mlx_lm.generate", "GenerationBatch.next", "_matchers"),
+    ("mlx_lm.server", "ResponseGenerator._run_generate", "_generate"),
+    ("mlx_lm.server", "ResponseGenerator._generate", "_next_request"),
+    ("mlx_lm.server", "ResponseGenerator._generate", "_tokenize"),
+    ("mlx_lm.server", "ResponseGenerator._generate", "_serve_single"),
 )
 
 
@@ -138,18 +158,23 @@ def uninstall() -> None:
 
 
 def check_mlx_lm() -> None:
-    """Raises Incompatible where mlx_lm no longer calls what the plugin replaces."""
-    for module, function, name in CALLERS:
-        owner = import_module(module)
-        caller: Any = owner
+    """Raises Incompatible where mlx_lm no longer uses what the plugin relies on."""
+    for module, function, name in CALLERS + INTERNALS:
+        caller: Any = import_module(module)
         for part in function.split("."):
             caller = getattr(caller, part, None)
         code = getattr(caller, "__code__", None)
-        if not hasattr(owner, name) or code is None or name not in code.co_names:
+        if code is None or name not in names_in(code):
             raise Incompatible(
-                f"mlx-lm {version('mlx-lm')} has no {module}.{function} that calls {name}, so the "
+                f"mlx-lm {version('mlx-lm')} has no {module}.{function} that uses {name}, so the "
                 f"plugin cannot be installed; it knows mlx-lm {SUPPORTED}."
             )
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Global names and attributes that a function uses, and those of functions within it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 def _report(stats: SpecStats) -> None:

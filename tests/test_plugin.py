@@ -157,13 +157,13 @@ def test_only_processing_a_prompt_is_left_to_stock(reports):
     assert not any(isinstance(c, SlidingWindow) for c in cache)
 
 
-@pytest.mark.parametrize(("module", "function", "name"), plugin.CALLERS)
+@pytest.mark.parametrize(("module", "function", "name"), plugin.CALLERS + plugin.INTERNALS)
 def test_a_moved_upstream_is_named_and_nothing_is_replaced(module, function, name, monkeypatch):
     before = hooked()
     moved = FunctionType((lambda: None).__code__, {})
     *path, last = function.split(".")
     monkeypatch.setattr(reduce(getattr, path, importlib.import_module(module)), last, moved)
-    with pytest.raises(Incompatible, match=rf"has no {module}.{function} that calls"):
+    with pytest.raises(Incompatible, match=rf"has no {module}.{function} that uses"):
         plugin.install()
     monkeypatch.undo()
     assert hooked() == before
