@@ -1,9 +1,11 @@
 """Who answers while the server's process cannot."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -45,6 +47,12 @@ def test_health_is_what_it_was_told_last(listening, at_the_door):
             assert time.monotonic() < deadline
 
 
+def test_health_waits_until_it_is_told(listening, at_the_door):
+    """Half an answer would look like another program's."""
+    threading.Timer(0.5, at_the_door.tell, [{"phase": "loading"}]).start()
+    assert ask(listening, "/health") == {"phase": "loading"}
+
+
 def test_other_requests_are_turned_away_with_a_reason(listening, at_the_door):
     expected = {"error": "The model is being loaded; try again soon."}
     assert ask(listening, "/v1/models") == expected
@@ -52,11 +60,25 @@ def test_other_requests_are_turned_away_with_a_reason(listening, at_the_door):
 
 
 def test_after_it_has_left_the_server_takes_the_connections(listening, at_the_door):
-    ask(listening, "/health")
+    ask(listening, "/v1/models")
     at_the_door.leave()
     at_the_door._process.wait(timeout=5)
     listening.settimeout(5)
     with socket.create_connection(listening.getsockname()) as client:
+        connection, _ = listening.accept()
+        assert connection.getpeername() == client.getsockname()
+        connection.close()
+
+
+def test_once_it_has_left_it_answers_nobody(listening, at_the_door):
+    """However slow it is: who was told that the server is ready must not meet it."""
+    ask(listening, "/v1/models")
+    at_the_door._process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.3, at_the_door._process.send_signal, [signal.SIGCONT]).start()
+    at_the_door.leave()
+    with socket.create_connection(listening.getsockname()) as client:
+        at_the_door._process.wait(timeout=5)
+        listening.settimeout(5)
         connection, _ = listening.accept()
         assert connection.getpeername() == client.getsockname()
         connection.close()

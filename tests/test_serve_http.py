@@ -136,6 +136,7 @@ def test_without_drafts_the_reason_is_told(server, seed):
 
 
 def test_metrics_are_what_the_status_says(server):
+    server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 40})
     values = server.wait_until_idle()
     families = text_string_to_metric_families(server.metrics())
     samples = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
@@ -265,6 +266,7 @@ def test_an_unknown_model_is_404_and_the_server_goes_on(server):
 
 
 def test_polls_are_not_in_the_log(server):
+    server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
     for path in ("/health", "/v1/spec/status", "/metrics"):
         server.get(path)
     text = server.stderr_text()

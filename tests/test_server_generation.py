@@ -152,7 +152,7 @@ def test_an_error_without_a_request_ends_the_thread_and_health_fails(decoding, m
     status = Status(generator, "id", phase="serving")
     code, health = status.health()
     assert (code, health["status"], health["phase"]) == (503, "unavailable", "failed")
-    with pytest.raises(RuntimeError, match="decoding thread has ended"):
+    with pytest.raises(RuntimeError, match="generation thread died"):
         generator.ask()
 
 

@@ -7,15 +7,17 @@ serves one by one (with a seed, with --kv-bits) by our `stream_generate`.
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.server
 from mlx.utils import tree_flatten
-from mlx_lm.server import ModelProvider, ResponseGenerator, load
+from mlx_lm.server import ModelProvider, ResponseGenerator
 
 from mlx_spec.batch import Plan, SpecBatchGenerator
-from mlx_spec.errors import ModelUnavailable, UnusableDrafter, one_line, reported_as
+from mlx_spec.errors import ModelUnavailable, SpecError, UnusableDrafter, one_line, reported_as
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.load import check_model, local_path, pair, pair_loaded
 from mlx_spec.server.record import Ledger, Record, check_connected, counted, in_ledger
@@ -46,10 +48,7 @@ class SpecModelProvider(ModelProvider):
         self.loading = (0, 0)
         try:
             with reported_as(ModelUnavailable):
-                check_model(model_path)
-                stock_load = bound(ModelProvider._load, load=partial(load, lazy=True))
-                stock_load(self, model_path, adapter_path, None)
-                self._read_weights()
+                self._load_model(model_path, adapter_path)
             self.model_key = (model_path, adapter_path, draft_model_path)
             with reported_as(UnusableDrafter):
                 self._find_drafter(model_path, draft_model_path or "auto")
@@ -59,9 +58,18 @@ class SpecModelProvider(ModelProvider):
         finally:
             self.loading = None
 
+    def _load_model(self, model_path: str, adapter_path: str | None) -> None:
+        lazily = bound(ModelProvider._load, load=partial(mlx_lm.server.load, lazy=True))
+        try:
+            lazily(self, model_path, adapter_path, None)
+        except Exception:
+            check_model(model_path)  # says better what is wrong with a directory
+            raise
+        self._read_weights()
+
     def _read_weights(self) -> None:
         parameters: Any = tree_flatten(self.model.parameters())
-        arrays = [array for _, array in parameters]
+        arrays = [array for _, array in parameters if isinstance(array, mx.array)]
         total, done, chunk = sum(array.nbytes for array in arrays), 0, []
         for array in arrays:
             chunk.append(array)
@@ -72,7 +80,8 @@ class SpecModelProvider(ModelProvider):
 
     def _find_drafter(self, model_path: str, draft_model: str) -> None:
         if draft_model == "auto":
-            self.model.mlx_spec_source = local_path(model_path)
+            with suppress(SpecError, OSError):
+                self.model.mlx_spec_source = local_path(model_path)
             return pair_loaded(self.model)
         where = partial(local_path, model_path)
         pairing = self.model.mlx_spec = pair(self.model, self.tokenizer, where, draft_model)
@@ -116,7 +125,7 @@ class SpecResponseGenerator(ResponseGenerator):
     ) -> tuple[Any, Iterator[Any]]:
         """As mlx_lm.server's. A request may bring a `record`; otherwise it gets one."""
         if not self.generation_available():
-            raise RuntimeError("The decoding thread has ended; start the server again.")
+            raise RuntimeError("The generation thread died; start the server again.")
         record = record_of(request, generation_args)
         self.ledger.begin(record)
         with in_ledger(self.ledger, record):

@@ -6,6 +6,8 @@ It is this file, run by itself: nothing of the package is imported.
 """
 
 import json
+import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 READ_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 2.0
 MAX_BODY_BYTES = 1 << 20  # of a request that is turned away; more is not read
 
 
@@ -27,7 +30,7 @@ class Porter:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(fd)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             pass_fds=[fd],
         )
 
@@ -39,10 +42,14 @@ class Porter:
             self._process.stdin.flush()
 
     def leave(self) -> None:
-        """Let it take no further connection, and end when it has answered those it has."""
+        """Let it take no further connection; it ends when it has answered those it has. Who is
+        told that the server is ready must not meet it, so one that does not listen is killed."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(OSError):
             self._process.stdin.close()
+        if not select.select([self._process.stdout], [], [], LEAVE_TIMEOUT_S)[0]:
+            self._process.kill()
         threading.Thread(target=self._process.wait, daemon=True).start()
 
 
@@ -54,7 +61,8 @@ class Door(ThreadingHTTPServer):
         super().__init__(listening.getsockname(), Visitor, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
-        self.health = b"{}"
+        self.health = b""
+        self.told = threading.Event()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
@@ -67,6 +75,7 @@ class Visitor(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = json.dumps({"error": "The model is being loaded; try again soon."}).encode()
         if self.path.partition("?")[0] == "/health":
+            self.server.told.wait(READ_TIMEOUT_S)
             body = self.server.health
         self.send_response(503)
         self.send_header("Content-Type", "application/json")
@@ -91,8 +100,10 @@ def main(fd: int) -> None:
     threading.Thread(target=door.serve_forever, args=(0.05,)).start()
     for line in sys.stdin.buffer:
         door.health = line.strip()
+        door.told.set()
     door.shutdown()
     door.socket.close()
+    os.close(1)  # tells the server
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def ratio(count: float, over: float) -> float | None:
 
 @dataclass
 class Totals:
-    """Sums over requests."""
+    """Sums over requests. `outcomes` counts those that have ended."""
 
     outcomes: Counter = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -150,8 +150,6 @@ class Totals:
 
     def add(self, record: Record) -> None:
         stats = record.stats
-        if record.outcome is not None:
-            self.outcomes[record.outcome] += 1
         self.prompt_tokens += max(0, record.prompt_done - record.cached_tokens)
         self.cached_tokens += record.cached_tokens
         self.tokens += record.tokens
@@ -195,6 +193,7 @@ class Ledger:
                     self.last_error = one_line(record.error)
             record.outcome = record.outcome or "cancelled"
             record.queue = None
+            self._ended.outcomes[record.outcome] += 1
             self._ended.add(record)
 
     def active(self) -> list[Record]:
