@@ -51,7 +51,12 @@ def hooked():
             ("mlx_lm.generate", "stream_generate"),
             ("mlx_lm.generate", "generate_step"),
             ("mlx_lm.generate", "speculative_generate_step"),
+            ("mlx_lm.generate", "BatchGenerator"),
             ("mlx_lm.utils", "load_model"),
+            ("mlx_lm.server", "BatchGenerator"),
+            ("mlx_lm.server", "ModelProvider"),
+            ("mlx_lm.server", "ResponseGenerator"),
+            ("mlx_lm.server", "stream_generate"),
         ]
     }
 
@@ -61,7 +66,7 @@ def test_importing_changes_nothing_and_uninstalling_puts_everything_back():
     assert all(f.__module__.startswith("mlx_lm") for f in before.values())
     plugin.install()
     plugin.install()
-    assert all(f.__module__ == "mlx_spec.plugin" for f in hooked().values())
+    assert all(f.__module__.startswith("mlx_spec.") for f in hooked().values())
     plugin.uninstall()
     plugin.uninstall()
     assert hooked() == before
@@ -155,6 +160,61 @@ def test_only_processing_a_prompt_is_left_to_stock(reports):
     assert reports == []
     assert cache[0].offset == prompt.size
     assert not any(isinstance(c, SlidingWindow) for c in cache)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_batch_generate(name, reports):
+    """The last of several is decoded with drafts."""
+    prompt = pair(name).prompt
+    prompts = [prompt, prompt[:9], prompt[5:20]]
+    counts = [5, 30, 12]
+    batch_generate = generate_module.batch_generate
+    options = {"max_tokens": counts, "return_token_ids": True}
+    plugin.uninstall()
+    model, tokenizer = loaded(name)
+    expected = batch_generate(model, tokenizer, prompts, **options)
+    plugin.install(reports.append)
+    model, tokenizer = loaded(name)
+    got = batch_generate(model, tokenizer, prompts, **options)
+    assert got.texts == expected.texts
+    assert got.token_ids == expected.token_ids
+    assert got.stats.generation_tokens == sum(counts)
+    assert [stats.reason for stats in reports] == ["batch", "batch", None]
+    assert reports[2].drafted >= reports[2].accepted > 0
+    assert reports[2].batched == 12
+
+
+def test_a_prompt_alone_in_batch_generate(reports):
+    name = "gemma4-dense-trained"
+    model, tokenizer = loaded(name)
+    prompt = pair(name).prompt
+    got = generate_module.batch_generate(
+        model, tokenizer, [prompt], max_tokens=30, return_token_ids=True
+    )
+    (stats,) = reports
+    assert stats.batched == 0
+    assert stats.accepted > 0
+    plugin.uninstall()
+    assert got.token_ids == [stock_tokens(name, prompt, 30)]
+
+
+def test_a_batch_generator_that_a_module_has_kept_is_stocks_own_after_uninstalling(reports):
+    name = "gemma4-dense-trained"
+    kept = generate_module.BatchGenerator
+    model, tokenizer = loaded(name)
+    prompt = pair(name).prompt
+    list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=3))  # finds the drafter
+    reports.clear()
+    plugin.uninstall()
+    generator = kept(model, max_tokens=10)
+    assert isinstance(generator, generate_module.BatchGenerator)
+    generator.insert([prompt])
+    tokens = []
+    while responses := generator.next_generated():
+        tokens += [r.token for r in responses]
+        assert len(generator._generation_batch) == (len(tokens) < 10)
+    assert tokens == stock_tokens(name, prompt, 10)
+    assert reports == []
 
 
 @pytest.mark.parametrize(("module", "function", "name"), plugin.CALLERS + plugin.INTERNALS)

@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 import mlx_spec
 from mlx_spec.accept import Greedy, Stock
 from mlx_spec.rollback import Transaction
-from mlx_spec.round import speculate
+from mlx_spec.round import Drawn, Request, speculate
 from mlx_spec.sliding_window import in_time_order
 from mlx_spec.stats import SpecStats
 from models import (
@@ -501,3 +501,64 @@ def test_without_drafts_nothing_piles_up_for_the_drafter(name):
     list(speculate(request, mx.default_stream(mx.default_device()), 20, stats))
     assert stats.rounds == 20
     assert request.unlearnt is None
+
+
+# A next token that was drawn elsewhere
+
+
+def left_by_stock(name, yields, sampler):
+    """Tokens with log-probabilities, caches, and the state of the generator of random numbers."""
+    p = pair(name)
+    mx.random.seed(3)
+    caches = make_prompt_cache(p.model)
+    plain = generate_step(mx.array(p.prompt), p.model, sampler=sampler, prompt_cache=caches)
+    got = [next(plain) for _ in range(yields)]
+    plain.close()
+    return got, caches, mx.random.state[0].tolist()
+
+
+@pytest.mark.parametrize("sampler", [None, make_sampler(0.8, top_p=0.9)])
+@BOTH
+def test_a_token_that_was_drawn_elsewhere_comes_first(name, sampler, monkeypatch):
+    """Left before it, all is as it was; left after it, as stock leaves it."""
+    p = pair(name)
+    expected, _, _ = left_by_stock(name, 12, sampler)
+    tokens = [token for token, _ in expected]
+
+    def after_two_of_stock():
+        _, caches, state = left_by_stock(name, 2, sampler)
+        request = make_request(p, [1], 3)
+        request.caches, request.pending = in_time_order(caches), mx.array(tokens[2:3], mx.uint32)
+        request.drawn = Drawn(request.pending, expected[2][1])
+        if sampler:
+            request.law = Stock(sampler, [], mx.array(p.prompt + tokens[:3]))
+        stats = SpecStats()
+        stream = mx.default_stream(mx.default_device())
+        return request, speculate(request, stream, 10, stats), stats, state
+
+    def assert_left(request, yields, state):
+        assert request.drawn.token.tolist() == tokens[yields : yields + 1]
+        assert mx.random.state[0].tolist() == state
+        assert_same_caches(request.caches, left_by_stock(name, yields, sampler)[1], RING)
+
+    request, generation, _, state = after_two_of_stock()
+    generation.close()
+    assert_left(request, 2, state)
+
+    request, generation, _, state = after_two_of_stock()
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "launch", failing(Request.launch, 0, Interrupt("at once")))
+        with pytest.raises(Interrupt):
+            next(generation)
+    assert_left(request, 2, state)
+
+    request, generation, stats, _ = after_two_of_stock()
+    token, logprobs, right = next(generation)
+    assert (token, right, stats.rounds) == (tokens[2], False, 0)
+    assert logprobs is expected[2][1]
+    generation.close()
+    assert_left(request, 3, left_by_stock(name, 3, sampler)[2])
+
+    _, generation, stats, _ = after_two_of_stock()
+    assert [token for token, _, _ in generation] == tokens[2:]
+    assert stats.drafted > 0

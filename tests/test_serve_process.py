@@ -166,6 +166,7 @@ def test_the_watched_process_may_be_another_than_the_parent():
         (["--port", "0", "--host", "192.0.2.1"], "192.0.2.1, port 0: "),
         (["--port", "0", "--api-key-file", "/nope/key"], "No such file"),
         (["--port", "0", "--log-file", "/nope/log"], "No such file"),
+        (["--port", "0", "--ready-file", "/nope/ready"], "The folder of --ready-file /nope/ready"),
     ],
 )
 def test_bad_arguments_are_2_and_one_line(options, words):

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 READ_TIMEOUT_S = 10.0
-LEAVE_TIMEOUT_S = 2.0
+LEAVE_TIMEOUT_S = 0.5
 MAX_BODY_BYTES = 1 << 20  # of a request that is turned away; more is not read
 
 

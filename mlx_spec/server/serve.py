@@ -109,6 +109,8 @@ class Run:
         """Raises: BadArguments, PortInUse."""
         self.args = provider.cli_args
         key = read_key(self.args.api_key_file)
+        if self.args.ready_file is not None and not self.args.ready_file.parent.is_dir():
+            raise BadArguments(f"The folder of --ready-file {self.args.ready_file} does not exist.")
         try:
             self.server = Server(host, port)
         except (OSError, ValueError) as error:
@@ -132,26 +134,29 @@ class Run:
 
     def until_stopped(self) -> NoReturn:
         """Ends the process: with 0 when it is stopped, else with the error's exit code."""
+        try:
+            self.follow_news()
+            exit_code = 0
+        except Exception as error:
+            print(f"Error: {one_line(error)}", file=sys.stderr)
+            exit_code = error.exit_code if isinstance(error, SpecError) else 1
+        self.stop()
+        sys.stderr.flush()
+        os._exit(exit_code)  # without waiting for a thread that is inside a long computation
+
+    def follow_news(self) -> None:
+        """Until it is to stop. Raises: what kept the default model from being loaded."""
         on_stop_signals(lambda: self.news.put("stop"))
         if self.args.watchdog_ppid is not None:
             watch_parent(self.args.watchdog_ppid, lambda: self.news.put("stop"))
         self.events.progress("listening", self.address())
-        exit_code = 0
-        while True:
-            news = self.next_news()
+        while (news := self.next_news()) != "stop":
             if news == "loaded":
                 self.loaded()
-            elif news == "stop":
-                break
             elif self.status.phase == "loading":
-                print(f"Error: {one_line(news)}", file=sys.stderr)
-                exit_code = news.exit_code if isinstance(news, SpecError) else 1
-                break
+                raise news
             else:  # /health says so
                 logging.error("The decoding thread has ended: %s", one_line(news))
-        self.stop()
-        sys.stderr.flush()
-        os._exit(exit_code)  # without waiting for a thread that is inside a long computation
 
     def next_news(self) -> "News":
         shown = None
@@ -182,7 +187,7 @@ class Run:
         drafts = (
             f"drafter {self.status.drafter}"
             if spec["reason"] is None
-            else "no drafts: " + (f"{spec['reason']} ({spec['detail']})")
+            else f"no drafts: {spec['reason']} ({spec['detail']})"
         )
         logging.info("Listening on %s; model %s, %s", values["url"], self.status.model, drafts)
 
