@@ -18,9 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import mlx.core as mx
@@ -35,48 +33,15 @@ from mlx_lm.utils import load_model as stock_load_model
 
 from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.drafters import Drafter
-from mlx_spec.errors import Incompatible
 from mlx_spec.families import family_of_drafter
 from mlx_spec.generate import choose_drafter, speculative_generate_step, stream_generate
 from mlx_spec.load import load_drafter, pair_loaded
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
+from mlx_spec.upstream import check_mlx_lm
 
-SUPPORTED = "0.32"  # versions of mlx-lm that the hooks were made for
 Report = Callable[[SpecStats], None]
-
-# The functions of mlx_lm that rely on a hooked name: module, function, name.
-CALLERS = (
-    ("mlx_lm.utils", "load", "load_model"),
-    ("mlx_lm.generate", "generate", "stream_generate"),
-    ("mlx_lm.generate", "stream_generate", "generate_step"),
-    ("mlx_lm.generate", "stream_generate", "speculative_generate_step"),
-    ("mlx_lm.generate", "batch_generate", "BatchGenerator"),
-    ("mlx_lm.server", "main", "ModelProvider"),
-    ("mlx_lm.server", "run", "ResponseGenerator"),
-    ("mlx_lm.server", "ResponseGenerator._generate", "BatchGenerator"),
-    ("mlx_lm.server", "ResponseGenerator._serve_single", "stream_generate"),
-    ("mlx_lm.server", "ModelProvider._load", "load"),
-)
-# What batch.py and server/generation.py work with inside mlx_lm's classes.
-INTERNALS = (
-    ("mlx_lm.generate", "BatchGenerator._next", "_unprocessed_sequences"),
-    ("mlx_lm.generate", "BatchGenerator._next", "_prompt_batch"),
-    ("mlx_lm.generate", "BatchGenerator._next", "_generation_batch"),
-    ("mlx_lm.generate", "BatchGenerator._next", "_currently_processing"),
-    ("mlx_lm.generate", "BatchGenerator._next", "_make_batch"),
-    ("mlx_lm.generate", "BatchGenerator._next", "_counters"),
-    ("mlx_lm.generate", "GenerationBatch._step", "_next_tokens"),
-    ("mlx_lm.generate", "GenerationBatch._step", "_next_logprobs"),
-    ("mlx_lm.generate", "GenerationBatch._step", "_token_context"),
-    ("mlx_lm.generate", "GenerationBatch.next", "_num_tokens"),
-    ("mlx_lm.generate", "GenerationBatch.next", "_matchers"),
-    ("mlx_lm.server", "ResponseGenerator._run_generate", "_generate"),
-    ("mlx_lm.server", "ResponseGenerator._generate", "_next_request"),
-    ("mlx_lm.server", "ResponseGenerator._generate", "_tokenize"),
-    ("mlx_lm.server", "ResponseGenerator._generate", "_serve_single"),
-)
 
 
 class DrafterDirectory(nn.Module):
@@ -155,26 +120,6 @@ def uninstall() -> None:
         for (module, name), function in _installed.replaced.items():
             setattr(import_module(module), name, function)
         _installed = None
-
-
-def check_mlx_lm() -> None:
-    """Raises Incompatible where mlx_lm no longer uses what the plugin relies on."""
-    for module, function, name in CALLERS + INTERNALS:
-        caller: Any = import_module(module)
-        for part in function.split("."):
-            caller = getattr(caller, part, None)
-        code = getattr(caller, "__code__", None)
-        if code is None or name not in names_in(code):
-            raise Incompatible(
-                f"mlx-lm {version('mlx-lm')} has no {module}.{function} that uses {name}, so the "
-                f"plugin cannot be installed; it knows mlx-lm {SUPPORTED}."
-            )
-
-
-def names_in(code: CodeType) -> set[str]:
-    """Global names and attributes that a function uses, and those of functions within it."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(names_in, inner))
 
 
 def _report(stats: SpecStats) -> None:

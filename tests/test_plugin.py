@@ -15,6 +15,7 @@ from mlx_lm.generate import stream_generate as imported_before
 from mlx_spec import plugin
 from mlx_spec.errors import Incompatible
 from mlx_spec.sliding_window import SlidingWindow
+from mlx_spec.upstream import CALLERS, INTERNALS
 from models import DEMO, GEMMA_DEMO, GEMMA_TRAINED, TRAINED, checkpoint_path, drafter_path, pair
 
 NAMES = [*TRAINED[:1], *GEMMA_TRAINED]
@@ -217,7 +218,7 @@ def test_a_batch_generator_that_a_module_has_kept_is_stocks_own_after_uninstalli
     assert reports == []
 
 
-@pytest.mark.parametrize(("module", "function", "name"), plugin.CALLERS + plugin.INTERNALS)
+@pytest.mark.parametrize(("module", "function", "name"), CALLERS + INTERNALS)
 def test_a_moved_upstream_is_named_and_nothing_is_replaced(module, function, name, monkeypatch):
     before = hooked()
     moved = FunctionType((lambda: None).__code__, {})

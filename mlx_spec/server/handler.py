@@ -106,9 +106,9 @@ class Handler(APIHandler):
             body = validation.parse(raw)
             if self.path.endswith("/completions"):
                 validation.check(body, chat="chat" in self.path)
+            checked = validation.encode(body)
         except validation.BadRequest as error:
             return self.refuse(HTTPStatus.BAD_REQUEST, str(error))
-        checked = json.dumps(body).encode()
         self.rfile = io.BytesIO(checked)
         self.headers.replace_header("Content-Length", str(len(checked)))
         return self.guarded(super().do_POST)

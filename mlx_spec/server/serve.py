@@ -18,7 +18,6 @@ from typing import Any, Literal, NoReturn
 from mlx_lm.server import get_system_fingerprint
 from mlx_lm.server import main as stock_main
 
-from mlx_spec import plugin
 from mlx_spec.errors import BadArguments, SpecError, one_line, reported_as
 from mlx_spec.generate import bound
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
@@ -27,6 +26,7 @@ from mlx_spec.server.porter import Porter
 from mlx_spec.server.process import Events, on_stop_signals, watch_parent, write_ready_file
 from mlx_spec.server.prompt_cache import PromptCache
 from mlx_spec.server.status import SCHEMA_VERSION, Status
+from mlx_spec.upstream import check_mlx_lm
 
 DEFAULT_PORT = 8484
 KEY_VARIABLE = "MLX_SPEC_API_KEY"
@@ -117,7 +117,7 @@ class Run:
             raise BadArguments(f"{host}, port {port}: {one_line(error)}") from error
         if self.args.log_file is not None:
             log_to(self.args.log_file)
-        plugin.install()
+        check_mlx_lm()
         self.events = Events(self.args.log_json)
         self.news: SimpleQueue[News] = SimpleQueue()
         responses = SpecResponseGenerator(

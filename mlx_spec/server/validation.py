@@ -4,7 +4,10 @@ import json
 from math import isfinite
 from typing import Any, NoReturn
 
+from mlx_lm.server import _image_url
+
 MAX_DRAFT_TOKENS = 32  # of a request: each is a further row of every forward
+MAX_TOKENS = 2**31 - 1  # as many as mlx can count
 
 Number = (int, float)
 # name: (types, least, greatest)
@@ -22,11 +25,11 @@ BOUNDS: dict[str, tuple[Any, float | None, float | None]] = {
     "top_k": (int, 0, None),
     "min_p": (Number, 0, 1),
     "repetition_penalty": (Number, 0, None),
-    "repetition_context_size": (int, 0, None),
+    "repetition_context_size": (int, 0, MAX_TOKENS),
     "presence_penalty": (Number, None, None),
-    "presence_context_size": (int, 0, None),
+    "presence_context_size": (int, 0, MAX_TOKENS),
     "frequency_penalty": (Number, None, None),
-    "frequency_context_size": (int, 0, None),
+    "frequency_context_size": (int, 0, MAX_TOKENS),
     "xtc_probability": (Number, 0, 1),
     "xtc_threshold": (Number, 0, 0.5),
     "logprobs": (bool, None, None),
@@ -38,7 +41,8 @@ BOUNDS: dict[str, tuple[Any, float | None, float | None]] = {
     "role_mapping": (dict, None, None),
     "chat_template_kwargs": (dict, None, None),
 }
-FLOATS = ("xtc_probability", "xtc_threshold")  # mlx_lm.server refuses 0 and 1 for these
+# mlx_lm.server refuses 0 and 1 for some of these, and mlx an integer of more than 64 bits.
+FLOATS = [name for name, (types, *_) in BOUNDS.items() if types is Number]
 
 
 class BadRequest(ValueError):
@@ -59,6 +63,14 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest("The body is not a JSON object.")
     return {name: value for name, value in body.items() if value is not None}
+
+
+def encode(body: dict[str, Any]) -> bytes:
+    """The body again. Raises: BadRequest for half of a surrogate pair, which is no text."""
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise BadRequest(f"The body cannot be read: {error}.") from error
 
 
 def refuse_constant(name: str) -> NoReturn:
@@ -92,7 +104,7 @@ def check_value(
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         names = [t.__name__ for t in (types if isinstance(types, tuple) else (types,))]
         raise BadRequest(f"{name} must be of type {' or '.join(names)}.")
-    if isinstance(value, float) and not isfinite(value):
+    if types is Number and not is_finite(value):
         raise BadRequest(f"{name} must be finite.")
     if least is not None and value < least:
         raise BadRequest(f"{name} must be at least {least}.")
@@ -101,7 +113,14 @@ def check_value(
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, Number) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, Number) and not isinstance(value, bool) and is_finite(value)
+
+
+def is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:  # an integer
+        return False
 
 
 def check_messages(messages: Any) -> None:
@@ -116,5 +135,16 @@ def check_messages(messages: Any) -> None:
             isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts
         ):
             raise BadRequest("A message's content must be a text or a list of parts with a type.")
-        if not isinstance(message.get("tool_calls", []), list | None):
+        for part in parts:
+            if part["type"] == "text" and not isinstance(part.get("text"), str):
+                raise BadRequest("A part of type text must have a text.")
+            if not isinstance(_image_url(part), str | None):
+                raise BadRequest("The URL of an image must be a text.")
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | None):
             raise BadRequest("A message's tool_calls must be a list.")
+        if not all(
+            isinstance(call, dict) and isinstance(call.get("function"), dict | None)
+            for call in calls or []
+        ):
+            raise BadRequest("Each of a message's tool_calls, and its function, must be an object.")
