@@ -98,10 +98,17 @@ def kept_cache(name, max_tokens=9, **options):
     return caches, prompt + tokens
 
 
+def learnt(caches):
+    """The drafter's caches that are kept with a prompt cache."""
+    return vars(caches[0])["mlx_spec"].caches
+
+
 def assert_as_fresh(name, caches, history, prompt, max_tokens=12):
-    """Text, drafts and counters; returns what the caches hold then."""
+    """Text, drafts, counters, and what the drafter has learnt; returns what the caches hold."""
     tokens, drafts, stats = turn(name, caches, prompt, max_tokens)
-    assert (tokens, drafts, stats) == fresh_turn(name, history, prompt, max_tokens)
+    fresh = new_cache(name)
+    assert (tokens, drafts, stats) == turn(name, fresh, history + prompt, max_tokens)
+    assert_same_caches(learnt(caches), learnt(fresh), ATOL)
     assert stats.unprimed == 0
     assert stats.drafted > 0
     return history + prompt + tokens

@@ -547,10 +547,17 @@ def test_a_token_that_was_drawn_elsewhere_comes_first(name, sampler, monkeypatch
 
     request, generation, _, state = after_two_of_stock()
     with monkeypatch.context() as patch:
-        patch.setattr(Request, "launch", failing(Request.launch, 0, Interrupt("at once")))
+        patch.setattr(mx, "async_eval", failing(mx.async_eval, 0, Interrupt("at the first launch")))
         with pytest.raises(Interrupt):
             next(generation)
     assert_left(request, 2, state)
+
+    request, generation, _, _ = after_two_of_stock()
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "launch", failing(Request.launch, 1, Interrupt("later")))
+        with pytest.raises(Interrupt):
+            list(generation)
+    assert request.drawn is None  # the last token is pending
 
     request, generation, stats, _ = after_two_of_stock()
     token, logprobs, right = next(generation)

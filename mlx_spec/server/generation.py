@@ -20,7 +20,14 @@ from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.errors import ModelUnavailable, SpecError, UnusableDrafter, one_line, reported_as
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.load import check_model, local_path, pair, pair_loaded
-from mlx_spec.server.record import Ledger, Record, check_connected, counted, in_ledger
+from mlx_spec.server.record import (
+    Ledger,
+    Record,
+    check_connected,
+    counted,
+    in_ledger,
+    stoppable,
+)
 from mlx_spec.stats import SpecStats
 
 READ_BYTES = 64 << 20  # of weights, between two reports of progress
@@ -124,11 +131,11 @@ class SpecResponseGenerator(ResponseGenerator):
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[Any, Iterator[Any]]:
         """As mlx_lm.server's. A request may bring a `record`; otherwise it gets one."""
-        if not self.generation_available():
-            raise RuntimeError("The generation thread died; start the server again.")
         record = record_of(request, generation_args)
         self.ledger.begin(record)
         with in_ledger(self.ledger, record):
+            if not self.generation_available():
+                raise RuntimeError("The generation thread died; start the server again.")
             context, responses = super().generate(
                 request, generation_args, counted(record, progress_callback)
             )
@@ -173,7 +180,8 @@ class SpecResponseGenerator(ResponseGenerator):
     def _answer_with(self, error: Exception) -> bool:
         """Let all requests that the decoding thread has taken fail with the error."""
         logging.exception("Decoding failed; the requests under way are answered with an error.")
-        queues = [record.queue for record in self.ledger.active() if record.queue is not None]
+        active = self.ledger.active()
+        queues = [queue for record in active if (queue := record.queue) is not None]
         for queue in queues:
             queue.put(RuntimeError(one_line(error)))
         return bool(queues)
@@ -187,13 +195,22 @@ class SpecResponseGenerator(ResponseGenerator):
         taken = super()._next_request(timeout)
         if taken is not None:
             queue, request, args = taken
-            record_of(request, args).queue = queue
+            record = record_of(request, args)
+            record.queue = queue
+            try:
+                check_connected(record)
+            except ConnectionError as error:  # it gave up waiting; no model is loaded for it
+                queue.put(error)
+                return None
         return taken
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         check_tokens(tokenizer, args)
         self._starting = record_of(request, args)
-        return super()._tokenize(tokenizer, request, args)
+        tokenized = super()._tokenize(tokenizer, request, args)
+        if not isinstance(tokenized[0], list) or not tokenized[0]:
+            raise ValueError("The prompt has no tokens; check chat_template_kwargs.")
+        return tokenized
 
     def _plan(self) -> Plan:
         """For the sequence that is inserted now: the one that was tokenized last."""
@@ -206,11 +223,15 @@ class SpecResponseGenerator(ResponseGenerator):
         bound(ResponseGenerator._generate, BatchGenerator=generator)(self)
 
     def _serve_single(self, request: Any, stream: Any) -> None:
-        stats = record_of(*request[1:]).stats
+        record = record_of(*request[1:])
+        stats = record.stats
         pair_loaded(self.model_provider.model)
-        serve = bound(
-            ResponseGenerator._serve_single, stream_generate=partial(stream_generate, stats=stats)
-        )
+
+        def stream_with_drafts(*, prompt_progress_callback: Callable, **options: Any) -> Any:
+            progress = stoppable(record, prompt_progress_callback)
+            return stream_generate(prompt_progress_callback=progress, stats=stats, **options)
+
+        serve = bound(ResponseGenerator._serve_single, stream_generate=stream_with_drafts)
         serve(self, request, stream)
         if not stats.engaged and stats.reason is None:
             stats.reason = "too-short"
@@ -226,7 +247,7 @@ def record_of(request: Any, args: Any) -> Record:
 
 def check_tokens(tokenizer: Any, args: Any) -> None:
     """Raises ValueError for ids that the model does not have: decoding them would fail."""
-    size = len(tokenizer.get_vocab())
+    size = len(tokenizer)
     if args.sampling.top_k >= size:
         raise ValueError(f"top_k is {args.sampling.top_k}; the model has {size} tokens.")
     for token in args.logits.logit_bias or ():

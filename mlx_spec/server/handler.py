@@ -5,8 +5,11 @@ import hmac
 import io
 import json
 import logging
+import re
 import select
 import socket
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -14,7 +17,6 @@ from http.server import ThreadingHTTPServer
 from socketserver import TCPServer
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
@@ -28,7 +30,8 @@ from mlx_spec.server.record import Record
 from mlx_spec.server.status import Status
 
 POLLED = ("/health", "/metrics", "/v1/spec/status")
-READ_TIMEOUT_S = 60.0  # of a request's body
+READ_TIMEOUT_S = 60.0  # of a request
+DISCARD_S = 2.0  # of a body that is not wanted
 SEND_TIMEOUT_S = 300.0  # of a client that does not read
 
 
@@ -51,28 +54,33 @@ class Handler(APIHandler):
     {"error": sentence}."""
 
     server_version = "mlx-spec"
+    timeout = READ_TIMEOUT_S
     rfile: Any
 
     def __init__(self, app: App, *args: Any):
         self.app = app
         self.record: Record | None = None
         self.answered = False  # the headers are sent
+        self.stream = False
         super().__init__(app.status.responses, *args, system_fingerprint=app.fingerprint)
 
     def do_GET(self) -> None:
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         if path == "/health":
-            return self.handle_health_check()
+            return self.guarded(self.handle_health_check)
         if not self.authorized():
-            return self.refuse(HTTPStatus.UNAUTHORIZED, "The API key is missing or wrong.")
+            return self.refuse_unread(HTTPStatus.UNAUTHORIZED, "The API key is missing or wrong.")
         if path == "/v1/spec/status":
-            return self.answer(HTTPStatus.OK, self.app.status.as_dict())
+            return self.guarded(self.handle_status)
         if path == "/metrics":
-            return self.handle_metrics()
-        return super().do_GET()
+            return self.guarded(self.handle_metrics)
+        return self.guarded(super().do_GET)
 
     def handle_health_check(self) -> None:
         self.answer(*self.app.status.health())
+
+    def handle_status(self) -> None:
+        self.answer(HTTPStatus.OK, self.app.status.as_dict())
 
     def handle_models_request(self) -> None:
         bound(APIHandler.handle_models_request, scan_cache_dir=downloaded)(self)
@@ -86,18 +94,15 @@ class Handler(APIHandler):
 
     def do_POST(self) -> None:
         if not self.authorized():
-            return self.refuse(HTTPStatus.UNAUTHORIZED, "The API key is missing or wrong.")
-        try:
-            length = int(self.headers.get("Content-Length", ""))
-        except ValueError:
+            return self.refuse_unread(HTTPStatus.UNAUTHORIZED, "The API key is missing or wrong.")
+        length, limit = self.content_length(), self.app.max_body_bytes
+        if length is None:
             return self.refuse(HTTPStatus.LENGTH_REQUIRED, "Content-Length must be a number.")
-        if not 0 <= length <= self.app.max_body_bytes:
-            limit = self.app.max_body_bytes
-            return self.refuse(
+        if length > limit:
+            return self.refuse_unread(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"The body has {length} bytes; at most {limit} are read (--max-body-bytes).",
             )
-        self.connection.settimeout(READ_TIMEOUT_S)
         raw = self.rfile.read(length)
         self.connection.settimeout(SEND_TIMEOUT_S)
         if len(raw) < length:
@@ -132,7 +137,10 @@ class Handler(APIHandler):
             logging.error("A request failed: %s", one_line(error))
             self._headers_buffer: list[bytes] = []
             if not self.answered:
-                self.refuse(status_for(error), one_line(error))
+                record = self.record
+                understood = record is not None and record.context is not None
+                own = self.command == "POST" and not understood
+                self.refuse(status_for(error, own), one_line(error))
             elif self.stream:
                 event = json.dumps({"error": one_line(error)})
                 self.wfile.write(f"data: {event}\n\n".encode())
@@ -166,17 +174,31 @@ class Handler(APIHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         return hmac.compare_digest(given.encode(), self.app.key.encode())
 
+    def content_length(self) -> int | None:
+        text = self.headers.get("Content-Length", "")
+        return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
     def is_connected(self) -> bool:
         """Whether the client still waits for the answer."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         try:
             return not poll.poll(0) or self.connection.recv(1, socket.MSG_PEEK) != b""
-        except OSError:
+        except (OSError, ValueError):  # ValueError: it is closed on this side
             return False
 
     def refuse(self, status: int, sentence: str) -> None:
         self.answer(status, {"error": sentence})
+
+    def refuse_unread(self, status: int, sentence: str) -> None:
+        """Before the body is read. It is thrown away, because many a client sends all of it before
+        it reads the answer, and would get none from a connection that is closed."""
+        self.refuse(status, sentence)
+        self.connection.settimeout(DISCARD_S)
+        left, until = self.content_length() or 0, time.monotonic() + DISCARD_S
+        with suppress(OSError):
+            while left > 0 and time.monotonic() < until and (read := self.rfile.read1(1 << 16)):
+                left -= len(read)
 
     def answer(self, status: int, body: dict[str, Any]) -> None:
         self.send(status, "application/json", json.dumps(body).encode())
@@ -194,7 +216,7 @@ class Handler(APIHandler):
         super().flush_headers()
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        if urlsplit(self.path).path not in POLLED:
+        if getattr(self, "path", "").partition("?")[0] not in POLLED:  # it may have none
             super().log_request(code, size)
 
 
@@ -206,14 +228,16 @@ def downloaded() -> Any:
         return SimpleNamespace(repos=())
 
 
-def status_for(error: BaseException) -> int:
+def status_for(error: BaseException, own: bool = True) -> int:
+    """`own`: an error of another kind than these is the request's own, as it is not being decoded
+    yet."""
     if isinstance(error, OutOfMemory) or is_out_of_memory(error):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, SpecError):
         return HTTPStatus.NOT_FOUND
-    if isinstance(error, RuntimeError | OSError):
-        return HTTPStatus.INTERNAL_SERVER_ERROR
-    return HTTPStatus.BAD_REQUEST
+    if isinstance(error, RuntimeError | OSError) and not isinstance(error, RecursionError):
+        own = False
+    return HTTPStatus.BAD_REQUEST if own else HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class Server(ThreadingHTTPServer):

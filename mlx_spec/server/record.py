@@ -135,6 +135,7 @@ def ratio(count: float, over: float) -> float | None:
 class Totals:
     """Sums over requests. `outcomes` counts those that have ended."""
 
+    requests: int = 0
     outcomes: Counter = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -150,6 +151,7 @@ class Totals:
 
     def add(self, record: Record) -> None:
         stats = record.stats
+        self.requests += 1
         self.prompt_tokens += max(0, record.prompt_done - record.cached_tokens)
         self.cached_tokens += record.cached_tokens
         self.tokens += record.tokens
@@ -189,7 +191,8 @@ class Ledger:
             self._active.remove(record)
             if record.error is not None and not isinstance(record.error, ConnectionError):
                 record.outcome = "error"
-                if not isinstance(record.error, ValueError):  # that is the request's own
+                own = isinstance(record.error, ValueError) and record.context is None
+                if not own:
                     self.last_error = one_line(record.error)
             record.outcome = record.outcome or "cancelled"
             record.queue = None
@@ -237,6 +240,20 @@ def counted(record: Record, callback: Callable[[int, int], None] | None) -> Call
         check_connected(record)
         if callback is not None:
             callback(done, total)
+
+    return progress
+
+
+def stoppable(record: Record, callback: Callable[[int, int], None]) -> Callable:
+    """`callback` for the progress of a prompt that is processed by itself.
+
+    Raises: ConnectionAbortedError where nobody waits for its end.
+    """
+
+    def progress(done: int, total: int) -> None:
+        callback(done, total)
+        if record.outcome is not None:
+            raise ConnectionAbortedError("The request was cancelled.")
 
     return progress
 

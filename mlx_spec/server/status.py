@@ -71,7 +71,7 @@ class Status:
             "phase": phase,
             "model": self.model,
             "drafter": self.drafter,
-            "requests_total": totals.outcomes.total() + len(active),
+            "requests_total": totals.requests,
             "requests_active": len(served),
             "requests_waiting": len(active) - len(served),
             "prompt_done": sum(record.prompt_done for record in served),
@@ -125,7 +125,8 @@ class Status:
     def model(self) -> str | None:
         """The one that is loaded, before that the one to be loaded."""
         provider = self.responses.model_provider
-        name = provider.model_key[0] if provider.model_key else provider.cli_args.model
+        key = provider.model_key  # which the decoding thread may reset at any time
+        name = key[0] if key else provider.cli_args.model
         return None if name is None else str(name)
 
     @property
@@ -134,8 +135,9 @@ class Status:
         return str(pairing.path) if pairing is not None and pairing.drafter is not None else None
 
     def _pairing(self) -> Pairing | None:
-        model = self.responses.model_provider.model
-        return None if model is None else pairing_of(model)
+        provider = self.responses.model_provider
+        model = provider.model
+        return None if model is None or provider.loading is not None else pairing_of(model)
 
     def _phase_and_progress(self) -> tuple[str, dict[str, int] | None]:
         if self.phase != "stopping" and not self.responses.is_healthy:

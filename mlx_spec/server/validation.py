@@ -4,8 +4,6 @@ import json
 from math import isfinite
 from typing import Any, NoReturn
 
-from mlx_lm.server import _image_url
-
 MAX_DRAFT_TOKENS = 32  # of a request: each is a further row of every forward
 MAX_TOKENS = 2**31 - 1  # as many as mlx can count
 
@@ -138,7 +136,8 @@ def check_messages(messages: Any) -> None:
         for part in parts:
             if part["type"] == "text" and not isinstance(part.get("text"), str):
                 raise BadRequest("A part of type text must have a text.")
-            if not isinstance(_image_url(part), str | None):
+            image = part.get("image_url", part.get("image"))
+            if not isinstance(image.get("url") if isinstance(image, dict) else image, str | None):
                 raise BadRequest("The URL of an image must be a text.")
         calls = message.get("tool_calls")
         if not isinstance(calls, list | None):
