@@ -135,8 +135,10 @@ def test_after_a_turn_of_any_length(name):
         assert_as_fresh(name, caches, history, [5], 4)
 
 
-@pytest.mark.parametrize("end", ["end token", "closed", "let go"])
-@BOTH
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [(NAME, "end token"), (NAME, "closed"), (NAME, "let go"), (GEMMA, "closed")],
+)
 def test_after_a_turn_that_ends_within_a_block(name, end):
     """By a token of the model, or by the caller."""
     p = pair(name)
