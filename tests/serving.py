@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mlx_spec import plugin
 from mlx_spec.server import serve as serve_module
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.handler import App, Server
@@ -209,16 +208,15 @@ def provider_of(*options: Any) -> SpecModelProvider:
 @contextmanager
 def in_process(
     *options: Any,
-    model: str | Path | None = None,
+    model: str | Path | None = "demo",
     key: str | None = None,
     max_body_bytes: int = 1 << 20,
     wait: bool = True,
 ) -> Iterator[Local]:
     """A server in this process, without events and signals. It listens at once; `wait` for the
-    model to be loaded."""
-    model = checkpoint_path(DEMO) if model is None else model
-    provider = provider_of("--model", model, *options)
-    plugin.install()
+    model to be loaded. None: no default model."""
+    model = checkpoint_path(DEMO) if model == "demo" else model
+    provider = provider_of(*([] if model is None else ["--model", model]), *options)
     loaded = threading.Event()
     failures: list[Exception] = []
     responses = SpecResponseGenerator(
@@ -235,7 +233,6 @@ def in_process(
         server.shutdown()
         server.server_close()
         responses.stop(30)
-        plugin.uninstall()
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20) -> Any:

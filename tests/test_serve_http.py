@@ -236,7 +236,7 @@ def raw(server, text):
 
 
 @pytest.mark.parametrize(
-    ("length", "status"), [("", 411), ("x", 411), ("-1", 413), (str(33 << 20), 413), ("9", 400)]
+    ("length", "status"), [("", 411), ("x", 411), ("-1", 411), (str(33 << 20), 413), ("9", 400)]
 )
 def test_lengths_that_cannot_be(server, length, status):
     head = f"Content-Length: {length}\r\n" if length else ""

@@ -12,9 +12,17 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
+from fake_hub import fake_hub
 from serving import COMMAND, serving
 
-from mlx_spec.errors import OutOfMemory, UnusableDrafter, is_out_of_memory, reported_as
+from mlx_spec.errors import (
+    BadArguments,
+    OutOfMemory,
+    UnusableDrafter,
+    is_out_of_memory,
+    reported_as,
+)
+from mlx_spec.server.serve import KEY_VARIABLE, read_key, serve
 from models import DEMO, GEMMA_DEMO, checkpoint_path, drafter_path
 
 
@@ -87,12 +95,17 @@ def test_ready_is_the_one_line_on_stdout_and_the_ready_file(tmp_path):
     assert "Listening on" in log_file.read_text()
 
 
-def test_log_json_tells_the_port_before_the_model_is_there():
-    with started("--log-json") as process:
+def test_log_json_tells_the_port_before_the_model_is_there(tmp_path):
+    """The ready file is there between `ready` and `stopping`, whatever else happens then."""
+    ready_file = tmp_path / "ready.json"
+    with started("--log-json", "--ready-file", ready_file) as process:
         events = []
         while not events or events[-1]["event"] != "ready":
             events.append(json.loads(process.stdout.readline()))
+            assert ready_file.exists() == (events[-1]["event"] == "ready")
         process.send_signal(signal.SIGINT)
+        events.append(json.loads(process.stdout.readline()))
+        assert not ready_file.exists()
         out, _ = process.communicate(timeout=5)
     events += map(json.loads, out.splitlines())
     kinds = [event["event"] for event in events]
@@ -177,6 +190,33 @@ def test_bad_arguments_are_2_and_one_line(options, words):
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.parametrize("process", ["0", "-1", "99999999999", "x"])
+def test_the_watched_process_must_be_one(process, capfd):
+    """Signals to 0 and -1 would reach others; nobody has the rest."""
+    with pytest.raises(SystemExit) as end:
+        serve(["--watchdog-ppid", process])
+    assert end.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"Error: argument --watchdog-ppid: {process} is not the ID of a process;")
+
+
+def test_where_a_key_comes_from(tmp_path, monkeypatch):
+    """Without the end of its line. The file comes first."""
+    assert read_key(None) is None
+    monkeypatch.setenv(KEY_VARIABLE, "from the environment\n")
+    assert read_key(None) == "from the environment"
+    (tmp_path / "key").write_text("from a file\r\n")
+    assert read_key(tmp_path / "key") == "from a file"
+    for empty in ("", " \n"):
+        monkeypatch.setenv(KEY_VARIABLE, empty)
+        with pytest.raises(BadArguments, match="The API key is empty"):
+            read_key(None)
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadArguments):
+        read_key(tmp_path / "key")
+
+
 def test_an_empty_key_is_refused(tmp_path):
     """It would let everybody in."""
     (tmp_path / "key").write_text("\n")
@@ -217,6 +257,26 @@ def test_a_model_that_cannot_be_loaded_is_5(model, tmp_path):
     assert code == 5, text
     assert text.startswith("Error: ")
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--model", "org/none"], 5, "Error: The model org/none does not exist, neither here nor"),
+        (
+            ["--model", checkpoint_path(DEMO), "--draft-model", "org/none"],
+            4,
+            "Error: The drafter org/none does not exist, neither here nor on the Hugging Face hub",
+        ),
+    ],
+)
+def test_a_repository_that_the_hub_does_not_have(options, code, words, tmp_path):
+    """The hub's client writes to the log, too."""
+    with fake_hub({}) as endpoint:
+        env = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        got, text = failing(*options, "--port", 0, env=env)
+    assert got == code, text
+    assert [line.startswith(words) for line in text.splitlines() if "INFO" not in line] == [True]
 
 
 @pytest.mark.parametrize("drafter", ["missing", "of another model"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_spec.server.validation import BOUNDS, BadRequest, check, parse
+from mlx_spec.server.validation import BOUNDS, BadRequest, check, encode, parse
 
 TEXT = {"prompt": "import os"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -39,15 +39,22 @@ def test_what_mlx_lm_takes_is_taken():
     check(TEXT | options, chat=False)
     check(CHAT | options | {"stop": "a", "tools": []}, chat=True)
     parts = [{"type": "text", "text": "a"}]
-    calls = {"role": "assistant", "content": None, "tool_calls": []}
-    check({"messages": [{"role": "user", "content": parts}, calls]}, chat=True)
+    calls = [{"function": {"name": "f", "arguments": "{}"}}, {"custom": {}}]
+    messages = [
+        {"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "data:"}}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "tool_calls": None},
+    ]
+    check({"messages": messages}, chat=True)
 
 
 def test_a_number_that_mlx_lm_wants_as_a_float_becomes_one():
-    body = TEXT | {"xtc_probability": 1, "xtc_threshold": 0}
+    """mlx cannot read integers of more than 64 bits."""
+    body = TEXT | {"xtc_probability": 1, "xtc_threshold": 0, "presence_penalty": 2**64}
     check(body, chat=False)
-    assert isinstance(body["xtc_probability"], float)
-    assert isinstance(body["xtc_threshold"], float)
+    assert body["presence_penalty"] == 2**64
+    for name in ("xtc_probability", "xtc_threshold", "presence_penalty"):
+        assert isinstance(body[name], float)
 
 
 def test_stream_options_may_be_incomplete():
@@ -79,9 +86,10 @@ def test_too_much_is_refused(name):
     assert refusal(TEXT | {name: most + 1}) == f"{name} must be at most {most}."
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
 def test_numbers_are_finite(value):
     assert refusal(TEXT | {"temperature": value}) == "temperature must be finite."
+    assert refusal(TEXT | {"logit_bias": {"5": value}}).startswith("logit_bias is not an object")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,25 @@ def test_what_is_wrong_with_a_text_request(body, words):
         ([{"role": "user", "content": 5}], "A message's content must be a text or a list"),
         ([{"role": "user", "content": ["a"]}], "A message's content must be a text or a list"),
         ([{"role": "user", "content": [{}]}], "A message's content must be a text or a list"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "A part of type text must have a"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+            "A part of type text must have a text.",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}],
+            "The URL of an image must be a text.",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": []}}]}],
+            "The URL of an image must be a text.",
+        ),
         ([{"role": "assistant", "tool_calls": {}}], "A message's tool_calls must be a list."),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "Each of a message's tool_calls, and"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": "f"}]}],
+            "Each of a message's tool_calls, and its function, must be an object.",
+        ),
     ],
 )
 def test_what_is_wrong_with_messages(messages, words):
@@ -144,3 +170,17 @@ def test_null_is_as_good_as_absent():
     """Clients send it for options that they leave out; mlx_lm.server refuses some of them."""
     body = {"prompt": "a", "max_tokens": None, "seed": None, "stop": None}
     assert parse(json.dumps(body).encode()) == {"prompt": "a"}
+
+
+def test_what_was_checked_is_what_mlx_lm_reads():
+    body = {"prompt": "Ünïcode \U0001f600\0", "stop": ["\n"]}
+    assert parse(encode(body)) == body
+
+
+@pytest.mark.parametrize(
+    "body", [r'{"prompt": "\ud800"}', r'{"stop": ["a\udc00"]}', r'{"\ud800": 1}']
+)
+def test_half_a_surrogate_pair_is_no_text(body):
+    """JSON can write it; a tokenizer fails."""
+    with pytest.raises(BadRequest, match="surrogates not allowed"):
+        encode(parse(body.encode()))

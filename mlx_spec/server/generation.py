@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.server
+from huggingface_hub.errors import RepositoryNotFoundError
 from mlx.utils import tree_flatten
 from mlx_lm.server import ModelProvider, ResponseGenerator
 
@@ -58,7 +59,8 @@ class SpecModelProvider(ModelProvider):
                 self._load_model(model_path, adapter_path)
             self.model_key = (model_path, adapter_path, draft_model_path)
             with reported_as(UnusableDrafter):
-                self._find_drafter(model_path, draft_model_path or "auto")
+                draft_model = "auto" if draft_model_path is None else draft_model_path
+                self._find_drafter(model_path, draft_model)
         except BaseException:
             self.reset()
             raise
@@ -69,6 +71,11 @@ class SpecModelProvider(ModelProvider):
         lazily = bound(ModelProvider._load, load=partial(mlx_lm.server.load, lazy=True))
         try:
             lazily(self, model_path, adapter_path, None)
+        except RepositoryNotFoundError as error:
+            raise ModelUnavailable(
+                f"The model {model_path} does not exist, neither here nor on the Hugging Face hub, "
+                "or it is gated; check its name, or log in with `hf auth login`."
+            ) from error
         except Exception:
             check_model(model_path)  # says better what is wrong with a directory
             raise

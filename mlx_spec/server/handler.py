@@ -26,7 +26,7 @@ from mlx_spec.errors import OutOfMemory, PortInUse, SpecError, is_out_of_memory,
 from mlx_spec.generate import bound
 from mlx_spec.server import validation
 from mlx_spec.server.metrics import CONTENT_TYPE, metrics_text
-from mlx_spec.server.record import Record
+from mlx_spec.server.record import Record, is_own
 from mlx_spec.server.status import Status
 
 POLLED = ("/health", "/metrics", "/v1/spec/status")
@@ -138,9 +138,8 @@ class Handler(APIHandler):
             self._headers_buffer: list[bytes] = []
             if not self.answered:
                 record = self.record
-                understood = record is not None and record.context is not None
-                own = self.command == "POST" and not understood
-                self.refuse(status_for(error, own), one_line(error))
+                decoding = self.command == "GET" or bool(record and record.context)
+                self.refuse(status_for(error, decoding), one_line(error))
             elif self.stream:
                 event = json.dumps({"error": one_line(error)})
                 self.wfile.write(f"data: {event}\n\n".encode())
@@ -165,14 +164,14 @@ class Handler(APIHandler):
     def _set_completion_headers(self, status_code: int = 200) -> None:
         """mlx_lm.server answers 404 to all that fails before the first token."""
         if status_code == HTTPStatus.NOT_FOUND and self.record is not None and self.record.error:
-            status_code = status_for(self.record.error)
+            status_code = status_for(self.record.error, decoding=False)
         super()._set_completion_headers(status_code)
 
     def authorized(self) -> bool:
         if self.app.key is None:
             return True
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        return hmac.compare_digest(given.encode(), self.app.key.encode())
+        return hmac.compare_digest(given.encode("latin-1"), self.app.key.encode())
 
     def content_length(self) -> int | None:
         text = self.headers.get("Content-Length", "")
@@ -228,16 +227,14 @@ def downloaded() -> Any:
         return SimpleNamespace(repos=())
 
 
-def status_for(error: BaseException, own: bool = True) -> int:
-    """`own`: an error of another kind than these is the request's own, as it is not being decoded
-    yet."""
+def status_for(error: BaseException, decoding: bool) -> int:
     if isinstance(error, OutOfMemory) or is_out_of_memory(error):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, SpecError):
         return HTTPStatus.NOT_FOUND
-    if isinstance(error, RuntimeError | OSError) and not isinstance(error, RecursionError):
-        own = False
-    return HTTPStatus.BAD_REQUEST if own else HTTPStatus.INTERNAL_SERVER_ERROR
+    if not decoding and is_own(error):
+        return HTTPStatus.BAD_REQUEST
+    return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class Server(ThreadingHTTPServer):

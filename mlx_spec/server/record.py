@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
 
-from mlx_spec.errors import one_line
+from mlx_spec.errors import SpecError, one_line
 from mlx_spec.stats import SpecStats
 
 RECENT_S = 2.0  # what "now" means
@@ -191,8 +191,7 @@ class Ledger:
             self._active.remove(record)
             if record.error is not None and not isinstance(record.error, ConnectionError):
                 record.outcome = "error"
-                own = isinstance(record.error, ValueError) and record.context is None
-                if not own:
+                if record.context is not None or not is_own(record.error):
                     self.last_error = one_line(record.error)
             record.outcome = record.outcome or "cancelled"
             record.queue = None
@@ -216,6 +215,12 @@ class Ledger:
         since = time.monotonic() - RECENT_S
         times = [at for at in list(self._recent) if at > since]
         return ratio(len(times) - 1, times[-1] - times[0]) if len(times) > 1 else None
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether it is a request's own fault, if it comes before anything is decoded for it."""
+    others = (SpecError, RuntimeError, OSError, MemoryError)
+    return not isinstance(error, others) or isinstance(error, RecursionError)
 
 
 @contextmanager

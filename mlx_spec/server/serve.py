@@ -72,7 +72,10 @@ class ServeParser(argparse.ArgumentParser):
         )
         self.add_argument("--log-file", type=Path, help="For what would go to stderr.")
         self.add_argument(
-            "--watchdog-ppid", type=int, metavar="PID", help="Stop when this process has ended."
+            "--watchdog-ppid",
+            type=process_id,
+            metavar="PID",
+            help="Stop when this process has ended.",
         )
         self.add_argument(
             "--api-key-file",
@@ -119,6 +122,7 @@ class Run:
             log_to(self.args.log_file)
         check_mlx_lm()
         self.events = Events(self.args.log_json)
+        self.porter = Porter(self.server.socket)
         self.news: SimpleQueue[News] = SimpleQueue()
         responses = SpecResponseGenerator(
             provider,
@@ -128,7 +132,6 @@ class Run:
         )
         self.status = Status(responses, self.args.launch_id or str(uuid.uuid4()))
         self.status.phase = "loading"
-        self.porter = Porter(self.server.socket)
         self.porter.tell(self.status.health()[1])
         self.app = App(self.status, key, self.args.max_body_bytes, get_system_fingerprint())
 
@@ -204,6 +207,8 @@ class Run:
 
     def stop(self) -> None:
         serving, self.status.phase = self.status.phase == "serving", "stopping"
+        if self.args.ready_file is not None:
+            self.args.ready_file.unlink(missing_ok=True)
         self.events.progress("stopping", {})
         if serving:
             self.server.shutdown()
@@ -211,8 +216,13 @@ class Run:
             self.porter.leave()
         self.server.server_close()
         self.status.responses.stop(STOP_S)
-        if self.args.ready_file is not None:
-            self.args.ready_file.unlink(missing_ok=True)
+
+
+def process_id(text: str) -> int:
+    """Raises: ArgumentTypeError also for 0 and less, which stand for groups of processes."""
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not the ID of a process")
+    return int(text)
 
 
 def read_key(path: Path | None) -> str | None:
@@ -220,10 +230,10 @@ def read_key(path: Path | None) -> str | None:
     key = os.environ.get(KEY_VARIABLE)
     if path is not None:
         with reported_as(BadArguments):
-            key = path.read_text().strip()
-    if key == "":
+            key = path.read_text()
+    if key is not None and not key.strip():
         raise BadArguments(f"The API key is empty; check --api-key-file or {KEY_VARIABLE}.")
-    return key
+    return key and key.strip()
 
 
 def log_to(path: Path) -> None:

@@ -39,7 +39,7 @@ CODE = (  # longer than the window of the Gemma demo
 )
 ASK = [{"role": "user", "content": f"Write the function read_file after this.\n{CODE}"}]
 ASK_TO = "Write the function read_file: Return the contents of a file."
-AGAIN = "\nimport os\n\n\ndef peek(self):\n    return self.items[-1]\n"
+AGAIN = "\nimport os\nimport sys\nimport re\nimport"
 ENDING = [{"role": "user", "content": ASK_TO}]
 
 
@@ -250,9 +250,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_text_is_stocks(servers, options):
-    ours, expected = servers.both(0, 3, **options, max_tokens=24)
-    streams, expected_stream = servers.both(1, 4, **options, max_tokens=24, stream=True)
-    assert len(expected.text) > 20
+    ours, expected = servers.both(0, 3, **options, max_tokens=16)
+    streams, expected_stream = servers.both(1, 4, **options, max_tokens=16, stream=True)
+    assert len(expected.text) > 16
     assert expected_stream.content == expected.content
     for depth, got in zip((0, 3, 1, 4), ours + streams, strict=True):
         assert got.content == expected.content
@@ -276,7 +276,7 @@ def test_an_end_token(servers, stream):
 
 def stop_words(servers, options, most):
     """Stop words of two and three tokens, from anywhere in an answer, and where they end."""
-    whole = servers.stock_answer(**options, max_tokens=40, logprobs=True)
+    whole = servers.stock_answer(**options, max_tokens=28, logprobs=True)
     tokens = [token["id"] for token in whole.logprobs["content"]]
     words = []
     for end in range(5, len(tokens) + 1):
@@ -290,18 +290,25 @@ def stop_words(servers, options, most):
     return words[:: -(-len(words) // most)]
 
 
-@pytest.mark.parametrize("name", ["penalties", "temperature chat"])
-def test_stop_words_of_several_tokens(servers, name):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": f"# stop words\n{CODE}"} | PENALTIES,
+        {"messages": [*ENDING, *ASK], "temperature": 0.4, "seed": 4},
+    ],
+    ids=["greedy", "drawn"],
+)
+def test_stop_words_of_several_tokens(servers, options):
     """Wherever they lie in the rounds."""
-    options = OPTIONS[name]
-    words = stop_words(servers, options, most=5)
-    assert len(words) > 3
+    words = stop_words(servers, options, most=4)
+    assert len(words) > 2
     beyond = 0
-    for word, end in words:
-        stop = {"stop": word, "max_tokens": 40}
-        ours, expected = servers.both(1, 3, 4, **options, **stop)
+    for at, (word, end) in enumerate(words):
+        stop = {"stop": word, "max_tokens": 28}
+        depths = [(4, 1), (4, 3)][at % 2]
+        ours, expected = servers.both(*depths, **options, **stop)
         assert (expected.finish_reason, expected.tokens[1]) == ("stop", end)
-        for depth, got in zip((1, 3, 4), ours, strict=True):
+        for depth, got in zip(depths, ours, strict=True):
             assert got.content == expected.content
             assert got.tokens == expected.tokens
             check(got, depth, drafts=end > 8)
@@ -324,23 +331,23 @@ def test_a_stop_word_that_is_no_sequence_of_tokens_is_cut_out(servers, stream):
 
 @pytest.mark.parametrize("name", ["greedy", "temperature"])
 def test_every_cap(servers, name):
-    for most in range(1, 10):
+    for most in (1, 2, 3, 4, 5, 7):
         (got,), expected = servers.both(3, **OPTIONS[name], max_tokens=most)
         assert got.content == expected.content
         assert got.tokens[1] == most
-        check(got, 3, drafts=most > 6)
+        check(got, 3, drafts=False)
         if most == 1:
             assert got.body["spec"]["reason"] == "too-short"
 
 
-@pytest.mark.parametrize("name", ["greedy", "greedy chat", "penalties", "temperature"])
+@pytest.mark.parametrize("name", ["greedy chat", "penalties", "temperature"])
 def test_logprobs(servers, name):
-    options = OPTIONS[name] | {"max_tokens": 20, "logprobs": True, "top_logprobs": 5}
+    options = OPTIONS[name] | {"max_tokens": 12, "logprobs": True, "top_logprobs": 5}
     ours, expected = servers.both(0, 1, 3, 4, **options)
     tokens = expected.logprobs["content"]
-    assert len(tokens) == expected.tokens[1] == 20
+    assert len(tokens) == expected.tokens[1] == 12
     for got in ours:
-        assert len(got.logprobs["content"]) == got.tokens[1] == 20
+        assert len(got.logprobs["content"]) == got.tokens[1] == 12
         for theirs, own in zip(tokens, got.logprobs["content"], strict=True):
             best = [{t["token"]: t["logprob"] for t in x["top_logprobs"]} for x in (theirs, own)]
             assert best[0].keys() == best[1].keys()
@@ -354,14 +361,13 @@ def test_logprobs(servers, name):
     check(got, 3)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("drawn", [{}, DRAWN], ids=["greedy", "temperature"])
-def test_bytes_that_are_no_characters(servers, drawn, stream):
+def test_bytes_that_are_no_characters(servers, drawn):
     """Bytes above 127 only: characters, and parts of some, as they come."""
     of_byte = {byte: mark for mark, byte in _byte_decoder().items()}
     bytes_ = servers.tokenizer.convert_tokens_to_ids([of_byte[byte] for byte in range(128, 256)])
-    options = TEXT | drawn | {"logit_bias": {str(i): 30 for i in bytes_}, "max_tokens": 24}
-    ours, expected = servers.both(1, 3, 4, **options, stream=stream)
+    options = TEXT | drawn | {"logit_bias": {str(i): 30 for i in bytes_}, "max_tokens": 16}
+    ours, expected = servers.both(1, 3, 4, **options, stream=True)
     assert all(ord(character) > 127 for character in expected.text)
     for depth, got in zip((1, 3, 4), ours, strict=True):
         assert (got.parts, got.content) == (expected.parts, expected.content)
@@ -378,7 +384,7 @@ def test_a_conversation(servers, drawn):
     for turn, line in enumerate(["the list", "a file", "all of it"]):
         asked = f"Write the function close_{len(drawn)}: Close {line}."
         messages = [*messages, {"role": "user", "content": asked}]
-        options = {"messages": messages, "max_tokens": 20} | drawn
+        options = {"messages": messages, "max_tokens": 16} | drawn
         (got,), expected = servers.both(3, **options)
         assert got.content == expected.content
         assert got.cached_tokens == expected.cached_tokens
@@ -399,12 +405,12 @@ def drafter_of(model: Path) -> Path:
     return beside if beside.exists() else model
 
 
-@pytest.mark.parametrize("how", ["disconnect", "stop word", "end token", "cap"])
+@pytest.mark.parametrize("how", ["stop word", "end token", "cap"])
 @pytest.mark.parametrize("drawn", [{}, DRAWN], ids=["greedy", "temperature"])
 def test_a_prefix_goes_on_after_any_end(servers, how, drawn):
     """What an answer has left in the cache is right, wherever in a round it ended."""
     accepted, beyond = 0, 0
-    for at in (3, 6, 8) if how != "end token" else (0,):
+    for at in (3, 6) if how != "end token" else (0,):
         prompt = f"# {how}\nn = {at}\n{CODE}"
         options = {"prompt": prompt, "max_tokens": 16} | drawn
         if how == "end token":
@@ -567,12 +573,12 @@ def script(name: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_thinking_tool_calls_and_characters(scripted, name, stream):
     """Tags and characters lie across tokens and across rounds."""
-    ours, expected = scripted.both(*range(7), **script(name, stream=stream))
+    ours, expected = scripted.both(0, 1, 2, 3, 4, 6, **script(name, stream=stream))
     text, reasoning, calls, finish_reason = expected.content
     functions = [call["function"] for call in calls]
     said = [(function["name"], json.loads(function["arguments"])) for function in functions]
     assert (text, reasoning, said, finish_reason) == SAID[name]
-    for depth, got in enumerate(ours):
+    for depth, got in zip((0, 1, 2, 3, 4, 6), ours, strict=True):
         assert (got.parts, got.content) == (expected.parts, expected.content)
         assert got.tokens == expected.tokens
         check(got, depth)
@@ -585,12 +591,12 @@ def test_a_script_that_is_cut(scripted, name):
     """At any token: inside a character, a tag, a call. Half a character is replaced at the end,
     as in mlx_lm."""
     lengths = set()
-    for most in range(2, 31 if name == "<say-calls>" else 17, 2):
-        (got,), expected = scripted.both(3, **script(name, stream=most % 4 == 0, max_tokens=most))
+    for most in range(2, 31 if name == "<say-calls>" else 17, 3):
+        (got,), expected = scripted.both(3, **script(name, stream=most % 2 == 0, max_tokens=most))
         assert (got.parts, got.content) == (expected.parts, expected.content)
         assert got.finish_reason in ("length", "stop", "tool_calls")
         lengths.add(len(got.text + got.reasoning))
-    assert len(lengths) > 4
+    assert len(lengths) > 3
 
 
 @pytest.mark.parametrize("stop", ["it is", "n|k", "</think> so"], ids=["text", "part", "tag"])
