@@ -520,6 +520,7 @@ def test_a_large_body_that_is_not_wanted_does_not_hide_the_answer():
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/completions HT", b"GET / HTTP/1.1\r\nA: b\r\n"])
 def test_who_says_nothing_is_not_waited_for_for_ever(server, monkeypatch, begun):
+    assert handler.Handler.timeout == handler.READ_TIMEOUT_S
     monkeypatch.setattr(handler.Handler, "timeout", 0.2)
     begin = time.monotonic()
     assert server.raw(begun) == b""

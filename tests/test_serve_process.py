@@ -22,7 +22,8 @@ from mlx_spec.errors import (
     is_out_of_memory,
     reported_as,
 )
-from mlx_spec.server.serve import KEY_VARIABLE, read_key, serve
+from mlx_spec.server import process as process_module
+from mlx_spec.server.serve import KEY_VARIABLE, ServeParser, read_key
 from models import DEMO, GEMMA_DEMO, checkpoint_path, drafter_path
 
 
@@ -140,6 +141,20 @@ def test_a_signal_while_the_model_is_loading():
         assert "Traceback" not in process.stderr.read()
 
 
+def test_a_second_signal_does_not_wait_for_the_first():
+    code = (
+        "import os, runpy, signal, time\n"
+        f"names = runpy.run_path({process_module.__file__!r})\n"
+        "names['on_stop_signals'](lambda: print('stopping', flush=True))\n"
+        "os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(60)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=10
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "stopping\n", "")
+
+
 def test_the_server_ends_with_its_parent():
     """The parent is killed with SIGKILL, so it cannot tell anyone."""
     parent = (
@@ -154,8 +169,8 @@ def test_the_server_ends_with_its_parent():
         server = json.loads(process.stdout.readline())["pid"]
     finally:
         process.kill()
+    assert ended_within(3, server)  # its parent is a zombie yet
     process.communicate()
-    assert ended_within(3, server)
 
 
 def test_the_watched_process_may_be_another_than_the_parent():
@@ -194,7 +209,7 @@ def test_bad_arguments_are_2_and_one_line(options, words):
 def test_the_watched_process_must_be_one(process, capfd):
     """Signals to 0 and -1 would reach others; nobody has the rest."""
     with pytest.raises(SystemExit) as end:
-        serve(["--watchdog-ppid", process])
+        ServeParser().parse_args(["--watchdog-ppid", process])
     assert end.value.code == 2
     out, err = capfd.readouterr()
     assert out == ""
