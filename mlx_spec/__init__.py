@@ -7,11 +7,13 @@ from mlx_spec.generate import (
     stream_generate,
 )
 from mlx_spec.load import load
+from mlx_spec.options import SpecOptions
 from mlx_spec.plugin import install, uninstall
 from mlx_spec.stats import SpecStats
 
 __all__ = [
     "GenerationResponse",
+    "SpecOptions",
     "SpecStats",
     "generate",
     "install",

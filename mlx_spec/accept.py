@@ -1,7 +1,8 @@
 """Acceptance laws: how target rows become tokens, and how drafts are picked to agree with them.
 
-What is emitted is always the target's own draw. A law is called in this order in a round:
-`begin`, `pick` for each draft, `draw` for the target's rows, `committed` after the host read.
+What is emitted is always the target's own draw; the laws differ in how draws and drafts share
+their randomness. A law is called in this order in a round: `begin`, `pick` for each draft, `draw`
+for the target's rows, `committed` when it is known which tokens stay.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from mlx_spec.candidates import Candidates
-from mlx_spec.randomness import generator_state, integers, set_generator_state
+from mlx_spec.errors import BadArguments
+from mlx_spec.randomness import generator_state, integers, key_of_one_draw, set_generator_state
+from mlx_spec.sampling import Law, Parameters, Sampling, read_sampler
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Draws:
     """The target's draws of one round, lazy.
 
     tokens: (n+1,) uint32. logprobs: n+1 arrays (V,). keys: the state of mlx's global random
-    generator after each draw, each (2,) uint32; empty where the law draws nothing at random.
+    generator after each draw, each (2,) uint32; empty where the law leaves that generator alone.
     """
 
     tokens: mx.array
@@ -30,38 +33,89 @@ class Draws:
 
 
 class Acceptance(Protocol):
-    def begin(self) -> None: ...
+    @property
+    def name(self) -> Law: ...
+
+    def begin(self, n: int) -> None:
+        """A round of n drafts."""
 
     def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
         """A draft from the drafter's logits, (1, V) or of candidates, after `drafts`.
         Returns (1,)."""
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
-        """Tokens from the target's logits (1, n+1, V); row k follows the first k drafts."""
+        """Tokens from the target's logits (1, n+1, V); row k follows the first k drafts.
+        A draft is accepted if it equals the token of its row and all before it did."""
 
-    def committed(self, tokens: list[int], key: list[int] | None) -> None:
-        """These tokens were accepted; `key` is the generator's state after the last of them."""
+    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+        """These tokens (m,) stay; `key` is the generator's state after the last of them, None if
+        it is not known yet or is left alone."""
 
     def leave(self, key: list[int] | None) -> None:
         """Generation ends here: leave the generator in state `key` (None: as it is)."""
 
 
-class Greedy:
-    """argmax, without processors: all rows at once."""
+class History:
+    """What logits processors are given: all tokens that the target has seen, with the pending
+    one, and the drafts."""
 
-    def begin(self) -> None:
+    def __init__(self, processors: Sequence[LogitsProcessor] | None, tokens: mx.array):
+        self.processors = processors or []
+        self.tokens = tokens
+
+    def processed(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+        """logits (1, V), after `drafts`."""
+        if self.processors:
+            tokens = mx.concatenate([self.tokens, *drafts])
+            for processor in self.processors:
+                logits = processor(tokens, logits)
+        return logits
+
+    def log_probabilities(self, logits: mx.array, drafts: list[mx.array]) -> mx.array:
+        """Of the target's logits (1, n+1, V), row k after the first k drafts; (n+1, V)."""
+        rows = logits[0]
+        if self.processors:
+            rows = mx.concatenate(
+                [self.processed(logits[:, k], drafts[:k]) for k in range(logits.shape[1])]
+            )
+        return rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+
+    def draft_log_probabilities(
+        self, logits: mx.array | Candidates, drafts: list[mx.array]
+    ) -> mx.array:
+        """Of the drafter's logits; (1, V)."""
+        if isinstance(logits, Candidates):
+            logits = logits.over_vocabulary()
+        logits = self.processed(logits, drafts)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    def add(self, tokens: mx.array) -> None:
+        if self.processors:
+            self.tokens = mx.concatenate([self.tokens, tokens.astype(mx.uint32)])
+
+
+class Greedy:
+    """argmax, of all rows at once."""
+
+    name: Law = "greedy"
+
+    def __init__(self, history: History | None = None):
+        self.history = history or History(None, mx.array([], mx.uint32))
+
+    def begin(self, n: int) -> None:
         pass
 
     def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
-        return logits.best() if isinstance(logits, Candidates) else mx.argmax(logits, axis=-1)
+        if not self.history.processors:
+            return logits.best() if isinstance(logits, Candidates) else mx.argmax(logits, axis=-1)
+        return greedy_sampler(self.history.draft_log_probabilities(logits, drafts))
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
-        rows = logits[0]  # (n+1, V)
-        logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+        logprobs = self.history.log_probabilities(logits, drafts)
         return Draws(greedy_sampler(logprobs), list(logprobs), [])
 
-    def committed(self, tokens: list[int], key: list[int] | None) -> None:
-        pass
+    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+        self.history.add(tokens)
 
     def leave(self, key: list[int] | None) -> None:
         pass
@@ -77,22 +131,26 @@ class Stock:
     The sampler's randomness must be that generator's, and it must keep no state of its own.
     Until the generation ends, the generator follows it alone; so one that begins while another
     is under way starts from a state split off, or both would draw the same numbers.
+
+    Attributes:
+        key: the generator's state before the next draw; None: as it is.
     """
 
+    name: Law = "stock"
     under_way: ClassVar["WeakSet[Stock]"] = WeakSet()
 
-    def __init__(self, sampler: Sampler, processors: Sequence[LogitsProcessor], history: mx.array):
+    def __init__(self, sampler: Sampler, history: History):
         self.sampler = sampler
-        self.processors = processors
-        self.history = history  # all tokens that the target has seen, with the pending one
-        self.key: list[int] | None = None
-        if sampler is not greedy_sampler:
-            state = generator_state()
-            self.key = integers(mx.random.split(state)[1] if Stock.under_way else state)
+        self.history = history
+        state = generator_state()
+        self.key: list[int] | None = integers(
+            mx.random.split(state)[1] if Stock.under_way else state
+        )
 
-    def begin(self) -> None:
-        if self.key is not None:
-            Stock.under_way.add(self)
+    def begin(self, n: int) -> None:
+        Stock.under_way.add(self)
+        if n > 0 and self.key is None:
+            self.key = integers(generator_state())
         self._restore(self.key)
 
     def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
@@ -108,13 +166,12 @@ class Stock:
             tokens.append(token)
             logprobs.append(row_logprobs[0])
             keys.append(generator_state())
-        return Draws(mx.concatenate(tokens), logprobs, [] if self.key is None else keys)
+        return Draws(mx.concatenate(tokens), logprobs, keys)
 
-    def committed(self, tokens: list[int], key: list[int] | None) -> None:
+    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
         self.key = key
         self._restore(key)
-        if self.processors:
-            self.history = mx.concatenate([self.history, mx.array(tokens, mx.uint32)])
+        self.history.add(tokens)
 
     def leave(self, key: list[int] | None) -> None:
         self._restore(key)
@@ -125,19 +182,194 @@ class Stock:
             set_generator_state(key)
 
     def _draw_one(self, logits: mx.array, drafts: list[mx.array]) -> tuple[mx.array, mx.array]:
-        if self.processors:
-            tokens = mx.concatenate([self.history, *drafts])
-            for processor in self.processors:
-                logits = processor(tokens, logits)
+        logits = self.history.processed(logits, drafts)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.sampler(logprobs), logprobs
 
 
+class Keyed:
+    """Randomness that is a function of a request's key and of a token's position in its text.
+
+    The key is one draw of mlx's global generator, so `mx.random.seed` governs it.
+
+    Attributes:
+        position: how many tokens the request has drawn.
+    """
+
+    def __init__(self, parameters: Parameters, history: History):
+        self.parameters = parameters
+        self.history = history
+        self.key = key_of_one_draw()
+        self.position = 0
+
+    def keys(self, purpose: int, first: int, count: int) -> mx.array:
+        """A key for each of `count` positions from `first` on: (count, 2)."""
+        positions = [[purpose, first + k] for k in range(count)]
+        return self.key + mx.array(positions, mx.uint32)
+
+    def coins(self, first: int, count: int) -> mx.array | None:
+        """(count, 1), for XTC."""
+        if not self.parameters.tosses_coins:
+            return None
+        keys = self.keys(1, first, count)
+
+        def toss(key: mx.array) -> mx.array:
+            return mx.random.uniform(shape=(1,), key=key)
+
+        return mx.vmap(toss)(keys)
+
+    def log_weights(self, logprobs: mx.array, offset: int = 0) -> mx.array:
+        """Of log-probabilities (m, V) at `offset` after the position and on; (m, V)."""
+        coins = self.coins(self.position + offset, logprobs.shape[0])
+        return self.parameters.log_weights(logprobs, coins)
+
+    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+        self.position += tokens.size
+        self.history.add(tokens)
+
+    def leave(self, key: list[int] | None) -> None:
+        pass
+
+
+class Seed(Keyed):
+    """Gumbel noise that drafter and target share, keyed by position.
+
+    A token is the argmax of log-weights plus standard Gumbel noise, which draws from their softmax;
+    as both use the same noise, they agree with probability (1-TV)/(1+TV) at least (Daliri et al.
+    2024, arXiv 2408.07978). The text depends on the request's key alone: not on the drafter, nor on
+    the depth, nor on whether anything is drafted. As a sampler in mlx-lm's own loops, it draws the
+    same tokens there.
+    """
+
+    name: Law = "seed"
+
+    def begin(self, n: int) -> None:
+        self.rows = n + 1
+        self.noise: mx.array | None = None
+
+    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+        k = len(drafts)
+        logprobs = self.history.draft_log_probabilities(logits, drafts)
+        noise = self._noise_of_round(logprobs.shape[-1])[k : k + 1]
+        return mx.argmax(self.log_weights(logprobs, k) + noise, axis=-1)
+
+    def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
+        logprobs = self.history.log_probabilities(logits, drafts)
+        noise = self._noise_of_round(logprobs.shape[-1])
+        tokens = mx.argmax(self.log_weights(logprobs) + noise, axis=-1)
+        return Draws(tokens, list(logprobs), [])
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """As an mlx-lm sampler, once for each position: (1, V) -> (1,)."""
+        noise = self.gumbel(self.position, 1, logprobs.shape[-1])
+        token = mx.argmax(self.log_weights(logprobs) + noise, axis=-1)
+        self.position += 1
+        return token
+
+    def gumbel(self, first: int, count: int, vocab_size: int) -> mx.array:
+        """The noise of `count` positions from `first` on: (count, V)."""
+
+        def draw(key: mx.array) -> mx.array:
+            return mx.random.gumbel((vocab_size,), key=key)
+
+        return mx.vmap(draw)(self.keys(0, first, count))
+
+    def _noise_of_round(self, vocab_size: int) -> mx.array:
+        if self.noise is None:
+            self.noise = self.gumbel(self.position, self.rows, vocab_size)
+        return self.noise
+
+
+class Ratio(Keyed):
+    """Rejection sampling: a draft d is accepted with probability min(1, p(d)/q(d)), otherwise a
+    token is drawn from the residual max(0, p - q) (Leviathan et al. 2022, arXiv 2211.17192,
+    algorithm 1; Chen et al. 2023, arXiv 2302.01318). Acceptance 1 - TV; the same distribution as
+    plain sampling, not the same text.
+    """
+
+    name: Law = "ratio"
+
+    def __init__(self, parameters: Parameters, history: History):
+        super().__init__(parameters, history)
+        self.rounds = 0
+
+    def begin(self, n: int) -> None:
+        self.round_keys = mx.random.split(self.keys(2, self.rounds, 1)[0], n + 3)
+        self.rounds += 1
+        self.q: list[mx.array] = []  # normalised log-probabilities (1, V) of each draft
+
+    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+        logprobs = self.history.draft_log_probabilities(logits, drafts)
+        q = _normalised(self.log_weights(logprobs, len(drafts)))
+        self.q.append(q)
+        return mx.random.categorical(q, key=self.round_keys[len(drafts)])
+
+    def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
+        logprobs = self.history.log_probabilities(logits, drafts)
+        p = _normalised(self.log_weights(logprobs))  # (n+1, V)
+        last, *others = self.round_keys[-3:]
+        n = sum(draft.size for draft in drafts)
+        tokens = mx.random.categorical(p[n:], key=last)
+        if drafts:
+            tokens = mx.concatenate([self._checked(p[:n], drafts, *others), tokens])
+        return Draws(tokens.astype(mx.uint32), list(logprobs), [])
+
+    def _checked(
+        self, p: mx.array, drafts: list[mx.array], uniform_key: mx.array, residual_key: mx.array
+    ) -> mx.array:
+        """The drafts that are accepted, a draw from the residual for the others: (n,)."""
+        q = mx.concatenate(self.q)  # (n, V)
+        d = mx.concatenate(drafts)  # (n,)
+        p_d, q_d = (mx.take_along_axis(x, d[:, None], axis=-1)[:, 0] for x in (p, q))
+        accepted = mx.random.uniform(shape=d.shape, key=uniform_key) < mx.exp(p_d - q_d)
+        residual = mx.maximum(mx.exp(p) - mx.exp(q), 0)
+        nothing_left = residual.sum(axis=-1, keepdims=True) == 0  # p and q equal up to rounding
+        log_residual = mx.where(nothing_left, p, mx.log(residual))
+        return mx.where(accepted, d, mx.random.categorical(log_residual, key=residual_key))
+
+
+def _normalised(log_weights: mx.array) -> mx.array:
+    return log_weights - mx.logsumexp(log_weights, axis=-1, keepdims=True)
+
+
 def make_law(
-    sampler: Sampler | None, processors: Sequence[LogitsProcessor] | None, prompt: mx.array
+    sampler: Sampler | None,
+    processors: Sequence[LogitsProcessor] | None,
+    prompt: mx.array,
+    sampling: Sampling = "auto",
 ) -> Acceptance:
-    """The law for a sampler and processors as mlx_lm.generate_step takes them."""
+    """The law for a sampler and processors as mlx_lm.generate_step takes them.
+
+    Args:
+        prompt: (T,), all tokens that the target has seen, with the pending one.
+        sampling: "stock": mlx-lm's tokens at the same seed; "seed" or "ratio": for a sampler of
+            mlx-lm; "auto": "seed", or "stock" for another sampler.
+
+    Raises: BadArguments where the law cannot follow the sampler.
+    """
+    history = History(processors, prompt)
+    if isinstance(sampler, Seed):
+        sampler.history = history
+        return sampler
     sampler = sampler or greedy_sampler
-    if sampler is greedy_sampler and not processors:
-        return Greedy()
-    return Stock(sampler, processors or [], prompt)
+    parameters = read_sampler(sampler)
+    if sampler is greedy_sampler:
+        return Greedy(history)
+    if sampling == "stock" or (sampling == "auto" and parameters is None):
+        return Stock(sampler, history)
+    if parameters is None:
+        raise BadArguments(
+            f"Sampling {sampling!r} needs a sampler of mlx_lm.sample_utils.make_sampler, and this "
+            "one is not; leave sampling out, or make it 'stock'."
+        )
+    if parameters.is_greedy:
+        return Greedy(history)
+    return Ratio(parameters, history) if sampling == "ratio" else Seed(parameters, history)
+
+
+def plain_sampler(sampler: Sampler | None, sampling: Sampling) -> tuple[Sampler | None, Law]:
+    """The sampler for mlx-lm's own loop, where nothing drafts, and the law that it follows."""
+    law = make_law(sampler, None, mx.array([], mx.uint32), sampling)
+    if isinstance(law, Seed):
+        return law, "seed"
+    return sampler, "greedy" if isinstance(law, Greedy) else "stock"

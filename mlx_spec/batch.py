@@ -17,11 +17,14 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import TokenBuffer
 
-from mlx_spec.accept import Greedy, make_law
+from mlx_spec.accept import Greedy, Seed, make_law, plain_sampler
 from mlx_spec.drafters import Drafter
-from mlx_spec.generate import DEFAULT_NUM_DRAFT_TOKENS, choose_drafter
-from mlx_spec.kept import first_pair, keep, take_kept, tokens_in
+from mlx_spec.generate import choose_drafter
+from mlx_spec.kept import first_pair, keep, take_kept
+from mlx_spec.knowledge import depth_for, remember
 from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.options import SpecOptions
+from mlx_spec.rollback import tokens_in
 from mlx_spec.round import Drawn, Request, speculate
 from mlx_spec.sliding_window import in_time_order, settled
 from mlx_spec.stats import SpecStats
@@ -35,7 +38,7 @@ class Plan:
     """How a sequence is to be decoded while it is alone, from its insertion to its end.
 
     Attributes:
-        num_draft_tokens: drafts in a round; 0: none.
+        options: depth and acceptance law.
         stats: counters to be filled in.
         drafter: None where nothing can be drafted; the reason is in `stats`.
         draft_caches: what the drafter knows of the sequence.
@@ -43,7 +46,7 @@ class Plan:
         prompt_done: how many tokens of the prompt were processed while it was alone.
     """
 
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
+    options: SpecOptions = field(default_factory=SpecOptions)
     stats: SpecStats = field(default_factory=SpecStats)
     drafter: Drafter | None = None
     draft_caches: list[Any] = field(default_factory=list)
@@ -76,6 +79,11 @@ class Sequence:
     matcher: Any = None
     drawn: Drawn | None = None
 
+    @property
+    def drawn_count(self) -> int:
+        """How many tokens were drawn for it."""
+        return self.count + (self.drawn is not None)
+
 
 class Alone:
     """One sequence in the loop of round.py; each call gives one chunk of the prompt or a token."""
@@ -88,7 +96,7 @@ class Alone:
         self.total = plan.prompt_done + sum(map(len, sequence.segments))
         self.matcher = sequence.matcher or sequence.stop_sequences.matcher()
         plan.stats.kind = plan.drafter.kind
-        plan.stats.num_draft_tokens = plan.num_draft_tokens
+        plan.stats.num_draft_tokens = plan.options.num_draft_tokens
 
         own = sequence.caches
         kept = take_kept(own, plan.drafter)
@@ -102,7 +110,7 @@ class Alone:
             Greedy(),
             in_time_order(own),
             draft_caches,
-            plan.num_draft_tokens,
+            depth_for(plan.options, model, plan.drafter),
             prompt[:1],
             KVQuantization(),
             first_pair(kept, prompt),
@@ -115,7 +123,11 @@ class Alone:
     def _start(self, pending: mx.array) -> None:
         sequence, request = self.sequence, self.request
         history = mx.concatenate([mx.array(sequence.tokens, mx.uint32), pending.astype(mx.uint32)])
-        request.law = make_law(sequence.sampler, sequence.processors, history)
+        sampling = self.plan.options.sampling
+        request.law = make_law(sequence.sampler, sequence.processors, history, sampling)
+        self.plan.stats.sampling = request.law.name
+        if isinstance(request.law, Seed):
+            request.law.position = sequence.drawn_count
         request.pending = pending
         remaining = sequence.max_tokens - sequence.count
         self.tokens = speculate(request, self.stream, remaining, self.plan.stats)
@@ -174,6 +186,8 @@ class Alone:
                 sequence.segments = [[sequence.tokens.pop()]]
         sequence.drawn = request.drawn
         sequence.matcher = self.matcher
+        if isinstance(request.law, Seed):
+            request.law.position = sequence.drawn_count
         settled(sequence.caches)
         self._keep(sequence.caches, request.draft_caches)
         self.plan.draft_caches = request.draft_caches
@@ -212,12 +226,27 @@ class SpecBatchGenerator(BatchGenerator):
 
     def insert_segments(self, *args: Any, **options: Any) -> list[int]:
         uids = super().insert_segments(*args, **options)
-        for uid, _, _, cache, *_ in self._unprocessed_sequences:
+        for at, waiting in enumerate(self._unprocessed_sequences):
+            uid, segments, max_tokens, cache, tokens, sampler, *others = waiting
             if uid not in uids:
                 continue
             plan = self.plans[uid] = self.plan()
+            sampler, plan.stats.sampling = plain_sampler(sampler, plan.options.sampling)
+            self._unprocessed_sequences[at] = (
+                uid,
+                segments,
+                max_tokens,
+                cache,
+                tokens,
+                sampler,
+                *others,
+            )
             plan.drafter = choose_drafter(
-                self.model, None, plan.num_draft_tokens, {"prompt_cache": cache}, plan.stats
+                self.model,
+                None,
+                plan.options.num_draft_tokens,
+                {"prompt_cache": cache},
+                plan.stats,
             )
             if isinstance(plan.drafter, nn.Module):  # drafts in another loop of mlx_lm only
                 plan.drafter, plan.stats.reason = None, "stock-draft-model"
@@ -279,10 +308,10 @@ class SpecBatchGenerator(BatchGenerator):
         if self.alone is not None and self.alone.sequence.uid == uid:
             self.alone = None
         if (plan := self.plans.pop(uid, None)) is not None:
-            stats = plan.stats
-            if not stats.engaged and stats.reason is None:
-                stats.reason = "batch" if stats.batched else "too-short"
-            self.ended(stats)
+            plan.stats.conclude()
+            if plan.drafter is not None:
+                remember(plan.drafter)
+            self.ended(plan.stats)
 
     def _single_out(self) -> Alone | None:
         """Take the only sequence out of mlx_lm's batches, unless its prompt is being processed

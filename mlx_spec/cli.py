@@ -4,12 +4,12 @@ import argparse
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import click
 from mlx_lm.generate import generate as stock_generate
@@ -17,13 +17,28 @@ from mlx_lm.generate import main as stock_main
 from mlx_lm.generate import setup_arg_parser
 
 from mlx_spec import demo
+from mlx_spec.bench import measure as bench
+from mlx_spec.bench.against import Endpoint, read_key_file
+from mlx_spec.bench.command import Files, chosen_prompts, run_bench, say
+from mlx_spec.bench.prompts import CLASSES
+from mlx_spec.bench.verify import DEPTHS as VERIFY_DEPTHS
+from mlx_spec.bench.verify import Plan as VerifyPlan
+from mlx_spec.bench.verify import verify
 from mlx_spec.conversion import DTYPES, convert
 from mlx_spec.enable import disable, enable
 from mlx_spec.errors import SpecError, one_line
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.inspection import inspect_path
 from mlx_spec.load import load
+from mlx_spec.options import (
+    DEFAULT_MAX_DRAFT_TOKENS,
+    HELP,
+    SpecOptions,
+    add_spec_options,
+    draft_tokens,
+)
 from mlx_spec.run import run_program
+from mlx_spec.sampling import Sampling
 from mlx_spec.server.serve import serve
 from mlx_spec.stats import SpecStats
 
@@ -54,9 +69,8 @@ def cli() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def generate_command(arguments: tuple[str, ...]) -> None:
     """Generate text as mlx_lm.generate does, with drafts where possible."""
-    args = generation_parser().parse_args(arguments)
     with one_sentence():
-        run_generate(args)
+        run_generate(generation_parser().parse_args(arguments))
 
 
 def generation_parser() -> argparse.ArgumentParser:
@@ -75,7 +89,10 @@ def generation_parser() -> argparse.ArgumentParser:
         "(Gemma-4) in its name; 'none': no drafting. For families that mlx-spec does not know, a "
         "draft model as mlx_lm.generate takes it. Default: auto."
     )
-    changed["num_draft_tokens"].help = "Tokens to draft in a round; 0: none. Default: 3."
+    changed["num_draft_tokens"].type = draft_tokens
+    changed["num_draft_tokens"].default = "auto"
+    changed["num_draft_tokens"].help = HELP["num_draft_tokens"]
+    add_spec_options(parser)
     parser.add_argument(
         "--require-spec",
         action="store_true",
@@ -99,7 +116,13 @@ def run_generate(args: argparse.Namespace) -> None:
 
     def stream(*positional: Any, **options: Any) -> Iterator[Any]:
         nonlocal stats
-        for response in stream_generate(*positional, require_spec=args.require_spec, **options):
+        for response in stream_generate(
+            *positional,
+            max_draft_tokens=args.max_draft_tokens,
+            sampling=args.sampling,
+            require_spec=args.require_spec,
+            **options,
+        ):
             stats = response.spec or stats
             yield response
 
@@ -126,16 +149,31 @@ def check_json_object(option: str, text: str) -> None:
 @cli.command(
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
+@click.option("--num-draft-tokens", metavar="N|auto", default="auto", help=HELP["num_draft_tokens"])
+@click.option(
+    "--max-draft-tokens", type=int, default=DEFAULT_MAX_DRAFT_TOKENS, help=HELP["max_draft_tokens"]
+)
+@click.option(
+    "--sampling", type=click.Choice(get_args(Sampling)), default="auto", help=HELP["sampling"]
+)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run_command(program: str, arguments: tuple[str, ...]) -> None:
+def run_command(
+    program: str,
+    arguments: tuple[str, ...],
+    num_draft_tokens: str,
+    max_draft_tokens: int,
+    sampling: Sampling,
+) -> None:
     """Run a stock program with drafts: mlx_lm.generate, mlx_lm.chat, a script, or -m MODULE.
 
-    Its own options stay as they are; --draft-model takes drafters too. What was drafted and
-    accepted, or why nothing was, is said on stderr at the end.
+    Its own options stay as they are; --draft-model takes drafters too, and with it the program's
+    own --num-draft-tokens counts. What was drafted and accepted, or why nothing was, is said on
+    stderr at the end.
     """
     with one_sentence():
-        run_program(program, list(arguments))
+        options = SpecOptions(draft_tokens(num_draft_tokens), max_draft_tokens, sampling)
+        run_program(program, list(arguments), options)
 
 
 @cli.command("serve", add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -175,9 +213,9 @@ def site_packages() -> Path:
 @click.option("--prompt", "-p", default=demo.PROMPT, help="Text to continue.")
 @click.option("--max-tokens", "-m", type=click.IntRange(2), default=160, help="Default: 160.")
 @click.option("--temp", type=click.FloatRange(0), default=0.6, help="Default: 0.6.")
-@click.option("--num-draft-tokens", type=click.IntRange(1), help="Default: 3.")
+@click.option("--num-draft-tokens", type=click.IntRange(1), default=3, help="Default: 3.")
 def demo_command(
-    family: str, prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None
+    family: str, prompt: str, max_tokens: int, temp: float, num_draft_tokens: int
 ) -> None:
     """Decode a text with a demo model, plainly and speculatively."""
     with one_sentence():
@@ -233,3 +271,161 @@ def inspect_command(path: str, draft_model: str, as_json: bool) -> None:
         inspection = inspect_path(path, draft_model)
     click.echo(json.dumps(inspection.as_dict()) if as_json else inspection.as_text())
     sys.exit(inspection.exit_code)
+
+
+PROMPTS = [
+    click.option(
+        "--prompt-class",
+        "classes",
+        type=click.Choice(CLASSES),
+        multiple=True,
+        help="Of the prompts that come along; may be repeated. Default: all.",
+    ),
+    click.option("--prompt-file", metavar="FILE", help="A text file with one prompt, instead."),
+]
+PAIR = [
+    click.option("--model", help="A model directory or ORG/REPO. Default: the demo model."),
+    click.option(
+        "--draft-model", default="auto", help="A drafter, as for generate. Default: look for one."
+    ),
+]
+SAMPLING = click.option(
+    "--sampling",
+    type=click.Choice(get_args(Sampling)),
+    default="auto",
+    help="As for generate. Default: auto.",
+)
+
+
+def with_options(options: list[Callable]) -> Callable:
+    return lambda command: reduce(
+        lambda wrapped, option: option(wrapped), reversed(options), command
+    )
+
+
+@cli.command("bench")
+@with_options(PAIR)
+@with_options(PROMPTS)
+@click.option(
+    "--depth",
+    "depths",
+    metavar="N|auto",
+    multiple=True,
+    help="Drafts a round; may be repeated. Default: 1, 2, 3, 4 and auto.",
+)
+@click.option("--max-tokens", "-m", type=int, default=256, help="Of each text. Default: 256.")
+@click.option("--repeats", type=int, default=3, help="Runs of each setting. Default: 3.")
+@click.option("--cooldown", type=float, default=0.0, help="Seconds before each run. Default: 0.")
+@click.option("--temp", type=float, default=0.0, help="Default: 0, greedy.")
+@SAMPLING
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="First measure what a round costs at each depth, and keep it for auto.",
+)
+@click.option("--markdown", is_flag=True, help="The table in Markdown.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write one page with plots.")
+@click.option("--png", type=click.Path(path_type=Path), help="Write plots into a directory.")
+@click.option("--against", metavar="URL", help="Measure an OpenAI-compatible server, too.")
+@click.option("--against-model", help="Its model's name. Default: the only one there.")
+@click.option("--against-quantization", help="Of its model, for example 4bit.")
+@click.option("--against-speculation", help="For example none, or 'draft-mtp n=3'.")
+@click.option("--against-key-file", type=click.Path(path_type=Path), help="Holds its API key.")
+def bench_command(
+    model: str | None,
+    draft_model: str,
+    classes: tuple[str, ...],
+    prompt_file: str | None,
+    depths: tuple[str, ...],
+    max_tokens: int,
+    repeats: int,
+    cooldown: float,
+    temp: float,
+    sampling: Sampling,
+    calibrate: bool,
+    markdown: bool,
+    json_file: Path | None,
+    html: Path | None,
+    png: Path | None,
+    against: str | None,
+    against_model: str | None,
+    against_quantization: str | None,
+    against_speculation: str | None,
+    against_key_file: Path | None,
+) -> None:
+    """Measure decoding without drafts and with them, in turns.
+
+    Stock mlx_lm comes first, in the same process, with the same prompts and weights. End-of-text
+    tokens do not end a text.
+    """
+    with one_sentence():
+        chosen = tuple(map(draft_tokens, depths)) or bench.DEPTHS
+        endpoint = None
+        if against is not None:
+            key = read_key_file(against_key_file) if against_key_file else None
+            endpoint = Endpoint(
+                against, against_quantization, against_speculation, against_model, key
+            )
+        text = run_bench(
+            model or str(demo.demo_model()),
+            draft_model,
+            chosen_prompts(classes, prompt_file),
+            bench.Plan(chosen, max_tokens, repeats, cooldown, temp, sampling),
+            Files(json_file, html, png),
+            markdown,
+            calibrate,
+            endpoint,
+        )
+    click.echo(text)
+
+
+@cli.command("verify")
+@with_options(PAIR)
+@with_options(PROMPTS)
+@click.option(
+    "--depth",
+    "depths",
+    metavar="N|auto",
+    multiple=True,
+    help="Drafts a round; may be repeated. Default: 1, 2, 3 and auto.",
+)
+@click.option("--max-tokens", "-m", type=int, default=256, help="Of each text. Default: 256.")
+@click.option("--temp", type=float, default=0.0, help="Default: 0, greedy.")
+@click.option("--top-p", type=float, default=0.0)
+@click.option("--min-p", type=float, default=0.0)
+@click.option("--top-k", type=int, default=0)
+@click.option("--seed", type=int, default=0, help="Default: 0.")
+@SAMPLING
+@click.option("--draws", type=int, default=1000, help="With --sampling ratio. Default: 1000.")
+@click.option(
+    "--eps", type=float, help="Margin of a tie. Default: what rounding explains in this dtype."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify_command(
+    model: str | None,
+    draft_model: str,
+    classes: tuple[str, ...],
+    prompt_file: str | None,
+    depths: tuple[str, ...],
+    as_json: bool,
+    **plan: Any,
+) -> None:
+    """Check that drafts leave a model's output as it is.
+
+    Greedy text and --sampling stock are compared with stock mlx_lm, seed with decoding without
+    drafts; for ratio, drawn tokens are tested against the model's distribution.
+
+    Exit code: 0 identical, perhaps up to ties; 1 different; 3 nothing was drafted.
+    """
+    with one_sentence():
+        named = classes or prompt_file
+        verdict = verify(
+            model or str(demo.demo_model()),
+            draft_model,
+            chosen_prompts(classes, prompt_file) if named else None,
+            VerifyPlan(depths=tuple(map(draft_tokens, depths)) or VERIFY_DEPTHS, **plan),
+            say,
+        )
+    click.echo(json.dumps(verdict.as_dict()) if as_json else verdict.as_text())
+    sys.exit(verdict.exit_code)

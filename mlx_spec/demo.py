@@ -66,7 +66,7 @@ class Comparison:
 
 
 def compare(
-    family: str, prompt: str, max_tokens: int, temp: float, num_draft_tokens: int | None
+    family: str, prompt: str, max_tokens: int, temp: float, num_draft_tokens: int
 ) -> Comparison:
     """Raises NotEngaged where nothing would be drafted."""
     model, tokenizer = load(str(demo_model(family)))
@@ -82,6 +82,7 @@ def compare(
             tokenizer,
             prompt,
             num_draft_tokens=num_draft_tokens,
+            sampling="stock",
             require_spec=True,
             **options,
         )

@@ -26,19 +26,22 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from mlx_spec.accept import make_law
+from mlx_spec.accept import make_law, plain_sampler
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import Incompatible, NotEngaged
-from mlx_spec.kept import first_pair, keep, take_kept, tokens_in
+from mlx_spec.kept import first_pair, keep, take_kept
+from mlx_spec.knowledge import depth_for, remember
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import pairing_of
-from mlx_spec.rollback import check_caches
+from mlx_spec.options import DEFAULT_MAX_DRAFT_TOKENS, DraftTokens, SpecOptions
+from mlx_spec.rollback import check_caches, tokens_in
 from mlx_spec.round import Request, speculate
+from mlx_spec.sampling import Sampling
 from mlx_spec.sliding_window import in_time_order, settled
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
 
-DEFAULT_NUM_DRAFT_TOKENS = 3  # as mlx_lm.generate's --num-draft-tokens
+STOCK_NUM_DRAFT_TOKENS = 3  # the default of mlx_lm.generate's --num-draft-tokens
 
 
 @dataclass
@@ -73,7 +76,8 @@ def speculative_generate_step(
     draft_model: Drafter,
     stream: Any = generation_stream,
     *,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: DraftTokens | None = None,
+    max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -84,6 +88,7 @@ def speculative_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    sampling: Sampling = "auto",
     stats: SpecStats | None = None,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """A generator of the tokens that mlx_lm.generate.generate_step yields, with drafts.
@@ -91,24 +96,27 @@ def speculative_generate_step(
     Args as there, and:
         prompt: (T,) token ids, T >= 1.
         draft_model: a drafter for `model`.
-        num_draft_tokens: drafts in a round, at least 0. None: the default, 3.
+        num_draft_tokens, max_draft_tokens: as `stream_generate` takes them.
         prompt_cache: the model's caches, or these and the drafter's in one list, as
             `mlx_lm.generate.speculative_generate_step` takes them. Updated in place; afterwards
             it holds the prompt and all yielded tokens; until then it is not to be read. What the
             drafter knows of it is kept with it for the next turn.
+        sampling: the law by which tokens are drawn, as `stream_generate` takes it.
         stats: counters to be filled in.
 
     Yields: token, its log-probabilities (V,), and whether the drafter had proposed it.
-    Raises: Incompatible if the model or one of its caches cannot be rolled back.
+    Raises: Incompatible if the model or one of its caches cannot be rolled back, BadArguments
+    if the law cannot follow the sampler.
     """
     if len(prompt) == 0:
         raise ValueError("The prompt is empty; give at least one token.")
-    if num_draft_tokens is None:
-        num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS
-    if num_draft_tokens < 0:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; it must be 0 or more.")
+    options = SpecOptions(
+        "auto" if num_draft_tokens is None else num_draft_tokens, max_draft_tokens, sampling
+    )
     stats = stats if stats is not None else SpecStats()
-    stats.kind, stats.num_draft_tokens = draft_model.kind, num_draft_tokens
+    law = make_law(sampler, logits_processors, prompt, options.sampling)
+    stats.kind, stats.num_draft_tokens = draft_model.kind, options.num_draft_tokens
+    stats.sampling = law.name
 
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model, max_kv_size=max_kv_size)
@@ -123,10 +131,10 @@ def speculative_generate_step(
     request = Request(
         target,
         draft_model,
-        make_law(sampler, logits_processors, prompt),
+        law,
         own,
         draft_caches,
-        num_draft_tokens,
+        depth_for(options, model, draft_model),
         prompt.astype(mx.uint32),
         KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
         first_pair(kept, prompt),
@@ -145,6 +153,7 @@ def speculative_generate_step(
         prompt_cache[: len(own)] = settled(own)  # mlx-lm replaces what it quantises
         hidden = request.drawn.hidden if request.drawn else None
         keep(own, draft_model, draft_caches, hidden)
+        remember(draft_model)
 
 
 def caches_of(model: nn.Module, prompt_cache: list[Any] | None) -> list[Any]:
@@ -161,7 +170,9 @@ def stream_generate(
     max_tokens: int = 256,
     draft_model: Any = None,
     *args: Any,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: DraftTokens | None = None,
+    max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
+    sampling: Sampling = "auto",
     require_spec: bool = False,
     stats: SpecStats | None = None,
     **kwargs: Any,
@@ -171,34 +182,53 @@ def stream_generate(
     Args as there, and:
         draft_model: a drafter; None takes the one that `mlx_spec.load` found; an ordinary
             mlx-lm model drafts in mlx-lm's own loop.
-        num_draft_tokens: drafts in a round; 0 switches drafting off; None: the default, 3.
+        num_draft_tokens: drafts in a round; 0 switches drafting off; "auto", the default: as many
+            as pay on this machine with this text, or none.
+        max_draft_tokens: at most so many, with "auto".
+        sampling: "seed": the text depends on mlx's random seed alone, not on what is drafted;
+            "stock": mlx_lm's tokens at the same seed; "ratio": rejection sampling, equal in
+            distribution; "auto": "seed", or "stock" for a sampler that mlx_lm did not make.
+            Greedy decoding is the same under all of them.
         require_spec: fail where nothing is drafted, instead of decoding without drafts.
         stats: counters to be filled in.
 
     Yields: GenerationResponse; its `spec` says what was drafted and accepted, or why not.
-    Raises: NotEngaged with require_spec, before the first token where that can be known.
+    Raises: NotEngaged with require_spec, before the first token where that can be known;
+    BadArguments if the law cannot follow the sampler.
     """
+    options = SpecOptions(
+        "auto" if num_draft_tokens is None else num_draft_tokens, max_draft_tokens, sampling
+    )
     stats = stats if stats is not None else SpecStats()
-    drafter = choose_drafter(model, draft_model, num_draft_tokens, kwargs, stats)
+    drafter = choose_drafter(model, draft_model, options.num_draft_tokens, kwargs, stats)
     if require_spec and drafter is None:
         raise NotEngaged(f"Speculation is required but cannot be engaged: {stats.why}.")
     step = stock_speculative_generate_step
     if isinstance(drafter, nn.Module):
-        stats.reason = "stock-draft-model"
+        stats.reason, stats.sampling = "stock-draft-model", None
     elif drafter is not None:
         progress = kwargs.pop("prompt_progress_callback", None)
-        step = partial(speculative_generate_step, prompt_progress_callback=progress, stats=stats)
+        step = partial(
+            speculative_generate_step,
+            prompt_progress_callback=progress,
+            max_draft_tokens=max_draft_tokens,
+            sampling=sampling,
+            stats=stats,
+        )
+    else:
+        kwargs["sampler"], stats.sampling = plain_sampler(kwargs.get("sampler"), sampling)
     run = bound(
         stock_stream_generate, generate_step=stock_generate_step, speculative_generate_step=step
     )
-    if drafter is not None and num_draft_tokens is not None:
-        kwargs["num_draft_tokens"] = num_draft_tokens
+    if drafter is not None:
+        kwargs["num_draft_tokens"] = options.num_draft_tokens
+    if isinstance(drafter, nn.Module) and options.num_draft_tokens == "auto":
+        kwargs["num_draft_tokens"] = STOCK_NUM_DRAFT_TOKENS
     responses = run(model, tokenizer, prompt, max_tokens, drafter, *args, **kwargs)
     for response in responses:
         if response.finish_reason:
             responses.close()  # the caches are settled when the caller sees the end
-            if not stats.engaged and stats.reason is None:
-                stats.reason = "too-short"
+            stats.conclude()
         values = {field.name: getattr(response, field.name) for field in fields(response)}
         yield GenerationResponse(**values, spec=stats.copy())
     if require_spec and not stats.engaged:
@@ -208,7 +238,7 @@ def stream_generate(
 def choose_drafter(
     model: nn.Module,
     draft_model: Any,
-    num_draft_tokens: int | None,
+    num_draft_tokens: DraftTokens,
     options: dict[str, Any],
     stats: SpecStats,
 ) -> Any:

@@ -16,7 +16,6 @@ from mlx_spec.convert.head import Head
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
-from mlx_spec.generate import DEFAULT_NUM_DRAFT_TOKENS
 from mlx_spec.load import (
     Found,
     build_head,
@@ -26,6 +25,7 @@ from mlx_spec.load import (
     local_path,
     read_drafter,
 )
+from mlx_spec.options import DraftTokens, SpecOptions
 from mlx_spec.rollback import check_caches
 from mlx_spec.targets import MODEL_TYPES, target_for, unsupported
 
@@ -95,7 +95,7 @@ class Inspection:
     quantization: dict[str, Any] | None
     drafter: DrafterFacts | None
     tokenizer: Tokenizers | None
-    num_draft_tokens: int | None
+    num_draft_tokens: DraftTokens | None
     verdict: Verdict
     why: str
 
@@ -118,7 +118,7 @@ class Inspection:
         if self.tokenizer is not None:
             lines.append(f"  tokenizer     {self.tokenizer.verdict}: {self.tokenizer.detail}")
         if self.num_draft_tokens is not None:
-            lines.append(f"  depth         {self.num_draft_tokens} drafts in a round")
+            lines.append(f"  depth         {self.num_draft_tokens}")
         return "\n".join([*lines, f"  verdict       {self.verdict}: {self.why}"])
 
 
@@ -144,7 +144,7 @@ def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
     tokenizer: Tokenizers | None = None
 
     def conclude(verdict: Verdict, why: str) -> Inspection:
-        depth = DEFAULT_NUM_DRAFT_TOKENS if verdict == "usable" else None
+        depth = SpecOptions().num_draft_tokens if verdict == "usable" else None
         return Inspection(str(path), family, quantization, facts, tokenizer, depth, verdict, why)
 
     if (own_family := family_of_drafter(checkpoint.config)) is not None:

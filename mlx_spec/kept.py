@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.drafters import Drafter
+from mlx_spec.rollback import tokens_in
 from mlx_spec.round import Pairs
 
 
@@ -49,8 +50,3 @@ def first_pair(kept: Kept | None, prompt: mx.array) -> Pairs | None:
     if kept is None or kept.hidden is None:
         return None
     return Pairs(prompt[:1].astype(mx.uint32), kept.hidden)
-
-
-def tokens_in(own: list[Any]) -> int:
-    """How many tokens the target's caches hold."""
-    return max((cache.offset for cache in own if hasattr(cache, "offset")), default=0)

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,11 +31,13 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as stock_load_model
 
+from mlx_spec.accept import plain_sampler
 from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.drafters import Drafter
 from mlx_spec.families import family_of_drafter
 from mlx_spec.generate import choose_drafter, speculative_generate_step, stream_generate
 from mlx_spec.load import load_drafter, pair_loaded
+from mlx_spec.options import DraftTokens, SpecOptions
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
@@ -65,10 +67,12 @@ class DrafterDirectory(nn.Module):
 class Installation:
     """Attributes:
     report: is called with the counters of each generation when it ends.
+    options: depth and acceptance law.
     replaced: what to put back, by module and name.
     """
 
     report: Report
+    options: SpecOptions
     replaced: dict[tuple[str, str], Callable] = field(default_factory=dict)
 
     def replace(self, module: str, name: str, hook: Callable) -> None:
@@ -80,23 +84,26 @@ class Installation:
 _installed: Installation | None = None
 
 
-def install(report: Report | None = None) -> None:
+def install(report: Report | None = None, options: SpecOptions | None = None) -> None:
     """Decode with drafts in all programs of this process that generate with mlx_lm.
 
-    A second call only changes `report`.
+    A second call only changes `report` and `options`.
 
     Args:
         report: is called with the counters of each generation when it ends.
+        options: depth and acceptance law. A program's own num_draft_tokens counts where it names
+            a draft model, too, or is 0; mlx_lm's commands have a default that they always give.
 
     Raises: Incompatible that names what this version of mlx-lm lacks.
     """
     global _installed
     report = report or (lambda stats: None)
+    options = options or SpecOptions()
     if _installed is not None:
-        _installed.report = report
+        _installed.report, _installed.options = report, options
         return
     check_mlx_lm()
-    _installed = Installation(report)
+    _installed = Installation(report, options)
     _installed.replace("mlx_lm.utils", "load_model", _load_model)
     _installed.replace("mlx_lm.generate", "generate_step", _generate_step)
     _installed.replace("mlx_lm.generate", "speculative_generate_step", _speculative_generate_step)
@@ -123,10 +130,16 @@ def uninstall() -> None:
 
 
 def _report(stats: SpecStats) -> None:
-    if not stats.engaged and stats.reason is None:
-        stats.reason = "too-short"
+    stats.conclude()
     if _installed is not None:
         _installed.report(stats)
+
+
+def _options(num_draft_tokens: DraftTokens | None, draft_model: Any) -> SpecOptions:
+    assert _installed is not None
+    if num_draft_tokens == 0 or (num_draft_tokens is not None and draft_model is not None):
+        return replace(_installed.options, num_draft_tokens=num_draft_tokens)
+    return _installed.options
 
 
 def _load_model(model_path: Path, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -155,12 +168,13 @@ def _stream_generate(
         )
         return
     pair_loaded(model)
+    options = _options(kwargs.pop("num_draft_tokens", None), draft_model)
     if isinstance(draft_model, DrafterDirectory):
         draft_model = draft_model.drafter_for(model)
     stats = SpecStats()
     try:
         for response in stream_generate(
-            model, tokenizer, prompt, max_tokens, draft_model, *args, **kwargs
+            model, tokenizer, prompt, max_tokens, draft_model, *args, **asdict(options), **kwargs
         ):
             stats = response.spec or stats
             yield response
@@ -176,14 +190,17 @@ def _generate_step(
         return
     pair_loaded(model)
     stats = SpecStats()
-    drafter = choose_drafter(model, None, None, kwargs, stats)
+    options = _installed.options
+    drafter = choose_drafter(model, None, options.num_draft_tokens, kwargs, stats)
     try:
         if drafter is None:
+            sampler = kwargs.pop("sampler", None)
+            kwargs["sampler"], stats.sampling = plain_sampler(sampler, options.sampling)
             yield from stock_generate_step(prompt, model, stream, **kwargs)
         else:
             kwargs.pop("input_embeddings", None)
             generation = speculative_generate_step(
-                prompt, model, drafter, stream, stats=stats, **kwargs
+                prompt, model, drafter, stream, stats=stats, **asdict(options), **kwargs
             )
             with closing(generation):
                 for token, logprobs, _ in generation:
@@ -203,7 +220,8 @@ def _speculative_generate_step(
     stats = SpecStats(reason="stock-draft-model")
     if isinstance(draft_model, DrafterDirectory):
         stats = SpecStats()
-        step = partial(speculative_generate_step, stats=stats)
+        options = _options(kwargs.pop("num_draft_tokens", None), draft_model)
+        step = partial(speculative_generate_step, stats=stats, **asdict(options))
         draft_model = draft_model.drafter_for(model)
     try:
         yield from step(prompt, model, draft_model, stream, **kwargs)
@@ -214,12 +232,24 @@ def _speculative_generate_step(
 class _BatchGenerator(SpecBatchGenerator):
     def __init__(self, model: nn.Module, **options: Any):
         if _installed is None:  # as stock
-            super().__init__(model, plan=partial(Plan, 0), **options)
+            super().__init__(model, plan=lambda: Plan(SpecOptions(0, sampling="stock")), **options)
         else:
             pair_loaded(model)
-            super().__init__(model, ended=_report, **options)
+            plan = partial(Plan, _installed.options)
+            super().__init__(model, plan=plan, ended=_report, **options)
 
 
 class _ResponseGenerator(SpecResponseGenerator):
     def __init__(self, model_provider: Any, prompt_cache: Any):
-        super().__init__(model_provider, prompt_cache, ended=_report)
+        super().__init__(
+            model_provider, prompt_cache, options=self._options_of_request, ended=_report
+        )
+
+    def _options_of_request(self, args: Any) -> SpecOptions:
+        """mlx_lm.server's own number is meant for draft models, unless a request differs."""
+        if _installed is None:
+            return SpecOptions(0, sampling="stock")
+        own = self.cli_args
+        if args.num_draft_tokens == own.num_draft_tokens and own.draft_model is None:
+            return _options(None, None)
+        return _options(args.num_draft_tokens, self)

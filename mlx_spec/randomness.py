@@ -19,6 +19,15 @@ def set_generator_state(words: list[int]) -> None:
     mx.random.seed(high << 32 | low)
 
 
+def key_of_one_draw() -> mx.array:
+    """A key as mlx's functions take it, (2,) uint32: that of one draw, which is made."""
+    state = generator_state()
+    mx.random.uniform()  # leaves the generator in the first half of the split
+    key = mx.random.split(state)[1]
+    mx.eval(key)
+    return key
+
+
 def integers(array: mx.array) -> list[int]:
     """A one-dimensional array, read by the host."""
     return cast(list[int], array.tolist())

@@ -124,6 +124,11 @@ def check_caches(target: Target, caches: list[Any]) -> None:
             )
 
 
+def tokens_in(caches: list[Any]) -> int:
+    """How many tokens the target's caches hold."""
+    return max((cache.offset for cache in caches if hasattr(cache, "offset")), default=0)
+
+
 class Transaction:
     def __init__(self, target: Target, caches: list[Any]):
         self.target = target

@@ -6,8 +6,9 @@ equals the target's own draws; the draw after that prefix is the new `pending`. 
 2022, arXiv 2211.17192; here the draws themselves are compared, see accept.py.)
 
 As mlx_lm.generate_step computes one token ahead of what it yields, this loop launches one round
-ahead: the device works while the caller handles the tokens. What is not yielded in the end is
-rolled back, so that the caches are left as mlx_lm leaves them.
+ahead: the device works while the caller handles the tokens. A round without drafts is not even
+waited for before the next one is launched, as nothing of it can be rejected. What is not yielded
+in the end is rolled back, so that the caches are left as mlx_lm leaves them.
 """
 
 from collections.abc import Callable, Generator
@@ -19,12 +20,16 @@ import mlx.core as mx
 
 from mlx_spec.accept import Acceptance, Draws
 from mlx_spec.candidates import Candidates
+from mlx_spec.depth import Depth
 from mlx_spec.drafters import Drafter
 from mlx_spec.kv_quantization import KVQuantization
+from mlx_spec.pace import Pace
 from mlx_spec.randomness import generator_state, integers
-from mlx_spec.rollback import Transaction
+from mlx_spec.rollback import Transaction, tokens_in
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets.target import Target
+
+CATCH_UP = 32  # tokens that the drafter learns at once while nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class Drawn:
 
 @dataclass
 class Round:
-    """A verify forward: under way, then read, committed and yielded token by token."""
+    """A verify forward: under way, then read, committed and yielded token by token. Without
+    drafts it may be committed before it is read."""
 
     transaction: Transaction
     drafts: list[mx.array]  # each (1,)
@@ -71,6 +77,7 @@ class Round:
     numbers: mx.array  # all that the host needs to know, in one array
     unlearnt: Pairs | None  # what the drafter had still to learn at the start ...
     position: Any  # ... from this position of its caches on
+    context: int  # tokens in the target's caches at the start
     tokens: list[int] = field(default_factory=list)  # to yield
     keys: list[list[int]] = field(default_factory=list)  # after each draw
     yielded: int = 0
@@ -87,12 +94,17 @@ class Round:
         self.tokens = draws[: accepted + 1]
 
     @property
+    def count(self) -> int:
+        """How many tokens there are to yield."""
+        return len(self.tokens) if self.drafts else 1
+
+    @property
     def accepted(self) -> int:
-        return len(self.tokens) - 1
+        return self.count - 1
 
     @property
     def unyielded(self) -> int:
-        return len(self.tokens) - self.yielded
+        return self.count - self.yielded
 
     def drawn_at(self, row: int) -> Drawn:
         hidden = None if self.hidden is None else self.hidden[:, row : row + 1]
@@ -112,15 +124,18 @@ class Request:
     law: Acceptance
     caches: list[Any]
     draft_caches: list[Any]
-    num_draft_tokens: int
+    depth: Depth
     pending: mx.array  # (1,); the whole prompt before `prefill`
     kv_quantization: KVQuantization
     unlearnt: Pairs | None = None
     drawn: Drawn | None = None
+    chosen: int = 0  # drafts of the newest round, before any limit
 
     def prefill(self, step: int, progress: Callable[[int, int], None]) -> None:
         """Run all of the prompt but its last token, `step` tokens at a time, through the target
         and, shifted by one, through the drafter. The newest pair is left for the first draft.
+        A drafter that does not learn gets no pair: hidden states would cost what mlx-lm leaves out
+        in a prefill, which are more than half of the layers where these share keys and values.
         A prompt may come in parts: `pending` is then the last token of one and the next part."""
         prompt, done = self.pending, 0
         total = prompt.size
@@ -132,13 +147,10 @@ class Request:
             try:
                 hidden = transaction.prefill(prompt[done : done + rows])
                 self.kv_quantization.apply(self.caches)
-                pairs = Pairs(prompt[done + 1 : done + 1 + rows], hidden)
-                older, newest = pairs[:-1], pairs[-1:]
-                if self.unlearnt is not None:
-                    older = self.unlearnt.then(older)
-                if len(older):
-                    self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
-                mx.eval([c.state for c in self.caches + self.draft_caches], newest.hidden)
+                newest = None
+                if self.drafter.learns:
+                    newest = self._prime(Pairs(prompt[done + 1 : done + 1 + rows], hidden))
+                mx.eval([c.state for c in self.caches + self.draft_caches])
             except BaseException:
                 transaction.abort()
                 self.drafter.rewind(self.draft_caches, position)
@@ -150,6 +162,16 @@ class Request:
             mx.clear_cache()
         self.pending = prompt[-1:]
 
+    def _prime(self, pairs: Pairs) -> Pairs:
+        """Let the drafter learn all but the newest pair, which is returned, computed."""
+        older, newest = pairs[:-1], pairs[-1:]
+        if self.unlearnt is not None:
+            older = self.unlearnt.then(older)
+        if len(older):
+            self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
+        mx.async_eval(newest.hidden)
+        return newest
+
     def drawn_before(self) -> Round | None:
         """The token that was drawn elsewhere, as a round that was read and committed."""
         if self.drawn is None:
@@ -159,17 +181,24 @@ class Request:
         position = self.drafter.position(self.draft_caches)
         nothing = Transaction(self.target, [])
         tokens = integers(self.drawn.token)
-        return Round(nothing, [], None, draws, self.drawn.token, None, position, tokens, [key])
+        context = tokens_in(self.caches)
+        return Round(
+            nothing, [], None, draws, self.drawn.token, None, position, context, tokens, [key]
+        )
 
     def launch(self, remaining: int | None) -> Round:
         """Draft and verify, lazily. `remaining` tokens may still be emitted (None: no limit)."""
-        n = self._depth(remaining)
+        context = tokens_in(self.caches)
+        n = self._depth(remaining, context)
         unlearnt, position = self.unlearnt, self.drafter.position(self.draft_caches)
         transaction = Transaction(self.target, self.caches)
         try:
-            self.law.begin()
+            self.law.begin(n)
             drafts: list[mx.array] = []
-            if n > 0 and unlearnt is not None:
+            if n == 0:
+                self._catch_up()
+            else:
+                assert unlearnt is not None
                 drafts = self.drafter.draft(
                     unlearnt.tokens,
                     unlearnt.hidden,
@@ -188,20 +217,20 @@ class Request:
             self.drafter.rewind(self.draft_caches, position)
             self.unlearnt = unlearnt
             raise
-        return Round(transaction, drafts, hidden, draws, numbers, unlearnt, position)
+        return Round(transaction, drafts, hidden, draws, numbers, unlearnt, position, context)
 
     def commit(self, launched: Round) -> None:
-        """Keep the accepted drafts of a round that was read."""
+        """Keep the accepted drafts of a round that was read, or that has none."""
         assert launched.hidden is not None
-        launched.transaction.commit(len(launched.tokens))
+        launched.transaction.commit(launched.count)
         self.kv_quantization.apply(self.caches)
-        rows = slice(0, len(launched.tokens))
+        rows = slice(0, launched.count)
         newer = Pairs(launched.draws.tokens[rows], launched.hidden[:, rows])
-        if self.num_draft_tokens > 0:
+        if self.depth.max > 0:
             self.unlearnt = newer if self.unlearnt is None else self.unlearnt.then(newer)
         self.pending = newer.tokens[-1:]
         last_key = launched.keys[launched.accepted] if launched.keys else None
-        self.law.committed(launched.tokens, last_key)
+        self.law.committed(newer.tokens, last_key)
 
     def undo(self, launched: Round) -> None:
         launched.transaction.abort()
@@ -212,9 +241,14 @@ class Request:
         """Put all caches to where the yielded tokens end.
 
         mlx_lm has fed each token, and drawn the next one, when it yields it. `as_stock` does
-        likewise; otherwise a token that no committed forward has fed is left pending.
+        likewise; otherwise a token that no committed forward has fed is left pending. A round that
+        is committed and could not be read is undone.
         """
         self.drawn = None
+        if current is not None and not current.tokens:
+            if ahead is not None:
+                self.undo(ahead)
+            current, ahead = None, current
         if as_stock and ahead is not None and (current is None or not current.unyielded):
             self.drafter.rewind(self.draft_caches, ahead.position)
             self.unlearnt = ahead.unlearnt
@@ -250,10 +284,22 @@ class Request:
         mx.async_eval(draft)
         return draft
 
-    def _depth(self, remaining: int | None) -> int:
+    def _catch_up(self) -> None:
+        """While nothing is drafted, let the drafter learn all but the newest pair, many at once."""
+        if self.unlearnt is not None and len(self.unlearnt) > CATCH_UP:
+            older, self.unlearnt = self.unlearnt[:-1], self.unlearnt[-1:]
+            self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
+            mx.async_eval([cache.state for cache in self.draft_caches])
+
+    def _depth(self, remaining: int | None, context: int) -> int:
         """Nothing is committed that may not be emitted, and a block of rows does not straddle
         the point where mlx-lm starts to quantise the cache."""
-        limits = [self.num_draft_tokens, self.kv_quantization.rows_left(self.caches) - 1]
+        self.chosen = self.depth.choose(context)
+        limits = [
+            self.chosen,
+            self.kv_quantization.rows_left(self.caches) - 1,
+            0 if self.unlearnt is None else self.depth.max,
+        ]
         if remaining is not None:
             limits.append(remaining - 1)
         return max(0, min(limits))
@@ -273,10 +319,18 @@ def speculate(
     ahead: Round | None = None  # launched
     failure: Exception | None = None
     as_stock = False
+    pace = Pace()
 
     def remaining() -> int | None:
         waiting = current.unyielded if current else 0
         return None if max_tokens < 0 else max_tokens - emitted - waiting
+
+    def observe(read: Round) -> None:
+        drafted = len(read.drafts)
+        stats.add_round(drafted, read.accepted)
+        request.depth.observe(drafted, read.accepted, read.context, pace.seconds)
+        stats.depth = request.chosen
+        stats.state, stats.state_reason = request.depth.state, request.depth.why
 
     try:
         with mx.stream(stream):
@@ -290,21 +344,29 @@ def speculate(
                     current.yielded += 1
                     right = current.yielded <= current.accepted
                     stats.accepted_yielded += right
-                    yield token, logprobs, right
+                    with pace.of_caller():
+                        yield token, logprobs, right
             if failure is not None:
                 raise failure
             if emitted == max_tokens:
                 break
             assert ahead is not None
-            ahead.read()
+            if ahead.drafts:
+                with pace.of_read():
+                    ahead.read()
             with mx.stream(stream):
+                if ahead.drafts:
+                    observe(ahead)
                 request.commit(ahead)
                 current, ahead = ahead, None
-                stats.add_round(len(current.drafts), current.accepted)
                 try:
                     ahead = request.launch(remaining())
                 except Exception as error:  # the tokens at hand come first
                     failure = error
+            if not current.drafts:
+                with pace.of_read():
+                    current.read()
+                observe(current)
         as_stock = True
     except GeneratorExit:
         as_stock = True

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_spec import plugin
 from mlx_spec.errors import SpecError
+from mlx_spec.options import SpecOptions
 from mlx_spec.stats import SpecStats
 
 
@@ -48,19 +49,20 @@ class Tally:
         return "\n".join(lines) or "Speculation: not engaged: nothing was generated"
 
 
-def run_program(program: str, arguments: list[str]) -> Tally:
+def run_program(program: str, arguments: list[str], options: SpecOptions | None = None) -> Tally:
     """Run a program in this process, as its own command would.
 
     Args:
         program: "mlx_lm.NAME" for a command of mlx_lm, "-m" for the module that the first
             argument names, or the path of a script.
         arguments: of the program.
+        options: depth and acceptance law.
 
     Raises: SpecError for an unknown program; whatever the program raises.
     """
     start = starter(program, arguments)
     tally = Tally()
-    plugin.install(tally.add)
+    plugin.install(tally.add, options)
     try:
         start()
     finally:

@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mlx_spec.depth import State
+from mlx_spec.options import DraftTokens
+from mlx_spec.sampling import Law
+
 Reason = Literal[
     "no-drafter",  # none was given or found
     "num-draft-tokens-0",  # switched off by the caller
@@ -11,6 +15,7 @@ Reason = Literal[
     "input-embeddings",  # the prompt is not (only) tokens
     "stock-draft-model",  # an ordinary mlx-lm model drafts, in mlx-lm's own loop
     "batch",  # several requests at once: mlx-lm decodes them in a batch
+    "parked",  # drafting did not pay when it was last tried
     "too-short",  # generation ended before a draft could be made
 ]
 
@@ -23,11 +28,17 @@ class SpecStats:
     `accepted_by_position[i]` counts how often draft i+1 was accepted, `drafted_by_position[i]`
     how often it was offered. `accepted_yielded` leaves out what was accepted after the end of the
     text. `unprimed` counts tokens that the drafter has not seen, `batched` those that were decoded
-    in a batch, without drafts. `reason` is set where speculation was not engaged.
+    in a batch, without drafts. `reason` is set where speculation was not engaged. `sampling` is the
+    law by which tokens were drawn (accept.py); `depth` is how many drafts the newest round was to
+    have, `state` and `state_reason` say why (depth.py).
     """
 
     kind: str | None = None
-    num_draft_tokens: int = 0
+    num_draft_tokens: DraftTokens = 0
+    sampling: Law | None = None
+    depth: int = 0
+    state: State | None = None
+    state_reason: str | None = None
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -58,6 +69,17 @@ class SpecStats:
         """The reason for not being engaged, with its detail."""
         return f"{self.reason} ({self.detail})" if self.detail else str(self.reason)
 
+    def conclude(self) -> None:
+        """The generation has ended: if nothing was drafted, there is a reason."""
+        if self.engaged or self.reason is not None:
+            return
+        if self.batched:
+            self.reason = "batch"
+        elif self.state == "parked":
+            self.reason, self.detail = "parked", self.state_reason
+        else:
+            self.reason = "too-short"
+
     def add_round(self, drafted: int, accepted: int) -> None:
         self.rounds += 1
         self.drafted += drafted
@@ -87,6 +109,10 @@ class SpecStats:
             "detail": self.detail,
             "draft_kind": self.kind,
             "num_draft_tokens": self.num_draft_tokens,
+            "sampling": self.sampling,
+            "depth": self.depth,
+            "state": self.state,
+            "state_reason": self.state_reason,
             "rounds": self.rounds,
             "draft_n": self.drafted,
             "draft_n_accepted": self.accepted,
@@ -110,12 +136,20 @@ class SpecStats:
             if drafted
         )
         return (
-            f"Speculation: {self.kind}, {self.num_draft_tokens} drafts a round; "
+            f"Speculation: {self.kind}, {self.depth_text()}, {self.sampling} sampling; "
             f"{self.accepted} of {self.drafted} drafts accepted ({self.acceptance:.2f})\n"
             f"Accepted by position (share of all offered there): {positions}; "
             f"{self.tokens_per_round:.2f} tokens a round in {self.rounds} rounds"
             + (f"\n{self.unprimed_text()}" if self.unprimed else "")
         )
+
+    def depth_text(self) -> str:
+        if self.num_draft_tokens != "auto":
+            return f"{self.num_draft_tokens} drafts a round"
+        now = (
+            f"parked: {self.state_reason}" if self.state == "parked" else f"{self.depth} at the end"
+        )
+        return f"auto depth ({now})"
 
     def unprimed_text(self) -> str:
         return (

@@ -15,6 +15,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec.accept import Acceptance, Greedy
 from mlx_spec.demo import demo_model
+from mlx_spec.depth import Fixed
 from mlx_spec.drafters import Drafter
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import load_drafter
@@ -116,7 +117,7 @@ def make_request(
         law or Greedy(),
         in_time_order(make_prompt_cache(pair.model)),
         drafter.make_cache(),
-        num_draft_tokens,
+        Fixed(num_draft_tokens),
         mx.array(prompt, mx.uint32),
         kv_quantization or KVQuantization(),
     )
@@ -132,6 +133,8 @@ class ScriptedDrafter:
 
     def __init__(self, inner: Drafter, script):
         self.inner = inner
+        self.head = inner.head
+        self.learns = inner.learns
         self.script = script
         self.make_cache = inner.make_cache
         self.rewind = inner.rewind

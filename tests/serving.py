@@ -28,6 +28,7 @@ from mlx_spec.server.status import Status
 from models import DEMO, checkpoint_path
 
 COMMAND = [sys.executable, "-m", "mlx_spec", "serve", "--port", "0"]
+FIXED = ["--num-draft-tokens", "3", "--sampling", "stock"]  # so that texts and counts are known
 
 
 class Client:
@@ -165,7 +166,7 @@ def decoded(response: Any) -> Any:
 def serving(*options: Any, model: str | Path | None = None, env: dict[str, str] | None = None):
     """`mlx-spec serve` on a demo model, once it is ready; stopped and checked at the end."""
     model = checkpoint_path(DEMO) if model is None else model
-    command = [*COMMAND, "--model", str(model), *map(str, options)]
+    command = [*COMMAND, "--model", str(model), *FIXED, *map(str, options)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         with log.open("w") as stderr:
@@ -216,13 +217,18 @@ def in_process(
     """A server in this process, without events and signals. It listens at once; `wait` for the
     model to be loaded. None: no default model."""
     model = checkpoint_path(DEMO) if model == "demo" else model
-    provider = provider_of(*([] if model is None else ["--model", model]), *options)
+    provider = provider_of(*([] if model is None else ["--model", model]), *FIXED, *options)
+    spec_options = provider.cli_args.spec_options
     loaded = threading.Event()
     failures: list[Exception] = []
     responses = SpecResponseGenerator(
-        provider, PromptCache(10), loaded=loaded.set, failed=failures.append
+        provider,
+        PromptCache(10),
+        options=lambda args: spec_options,
+        loaded=loaded.set,
+        failed=failures.append,
     )
-    app = App(Status(responses, "local"), key, max_body_bytes, "fingerprint")
+    app = App(Status(responses, "local"), key, max_body_bytes, "fingerprint", spec_options)
     app.status.phase = "serving"
     server = Server("127.0.0.1", 0)
     threading.Thread(target=server.serve, args=(app,), daemon=True).start()

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
-from mlx_spec.accept import Greedy, Stock, make_law
+from mlx_spec.accept import Greedy, History, Stock, make_law
 from mlx_spec.randomness import generator_state, set_generator_state, untouched_generator
 
 LOGITS = mx.random.normal((1, 4, 50), key=mx.random.key(2)) * 3
@@ -27,8 +27,8 @@ def test_make_law():
     assert isinstance(make_law(None, None, history), Greedy)
     assert isinstance(make_law(greedy_sampler, [], history), Greedy)
     assert isinstance(make_law(make_sampler(0.0), [], history), Greedy)
-    assert isinstance(make_law(make_sampler(0.5), None, history), Stock)
-    assert isinstance(make_law(None, make_logits_processors({3: 1.0}), history), Stock)
+    assert isinstance(make_law(make_sampler(0.5), None, history, "stock"), Stock)
+    assert isinstance(make_law(None, make_logits_processors({3: 1.0}), history), Greedy)
 
 
 def test_greedy_takes_the_argmax_of_each_row():
@@ -49,8 +49,8 @@ def test_stock_draws_as_stock_whatever_was_picked_before():
     after = generator_state().tolist()
     for picks in (0, 3):
         mx.random.seed(11)
-        law = Stock(sampler, processors, history)
-        law.begin()
+        law = Stock(sampler, History(processors, history))
+        law.begin(3)
         for k in range(picks):
             law.pick(LOGITS[:, k], DRAFTS[:k])
         draws = law.draw(LOGITS, DRAFTS)
@@ -62,8 +62,8 @@ def test_stock_draws_as_stock_whatever_was_picked_before():
 def test_a_draft_from_the_targets_own_logits_is_the_targets_draw():
     """Draft and target share the randomness of their position."""
     mx.random.seed(5)
-    law = Stock(make_sampler(1.0), [], mx.array([1]))
-    law.begin()
+    law = Stock(make_sampler(1.0), History([], mx.array([1])))
+    law.begin(3)
     picks = [law.pick(LOGITS[:, k], DRAFTS[:k]).item() for k in range(4)]
     assert law.draw(LOGITS, DRAFTS).tokens.tolist() == picks
     law.leave(None)
@@ -75,12 +75,12 @@ def test_stock_goes_on_from_the_key_of_the_last_token():
     first = [sampler(LOGITS[:, 0]).item(), sampler(LOGITS[:, 1]).item()]
     second = sampler(LOGITS[:, 2]).item()
     mx.random.seed(5)
-    law = Stock(sampler, [], mx.array([1]))
-    law.begin()
+    law = Stock(sampler, History([], mx.array([1])))
+    law.begin(3)
     draws = law.draw(LOGITS, DRAFTS)
     assert draws.tokens.tolist()[:2] == first
-    law.committed(first, draws.keys[1].tolist())
-    law.begin()
+    law.committed(mx.array(first), draws.keys[1].tolist())
+    law.begin(3)
     assert law.draw(LOGITS[:, 2:], []).tokens.tolist()[0] == second
     law.leave(None)
 
@@ -91,14 +91,14 @@ def test_two_generations_at_once_do_not_draw_the_same_numbers():
     states = []
     for _ in range(2):
         mx.random.seed(5)
-        laws.append(Stock(sampler, [], mx.array([1])))
-        laws[-1].begin()
+        laws.append(Stock(sampler, History([], mx.array([1]))))
+        laws[-1].begin(3)
         states.append({tuple(key.tolist()) for key in laws[-1].draw(LOGITS, DRAFTS).keys})
     assert not states[0] & states[1]
     for law in laws:
         law.leave(None)
     mx.random.seed(5)
-    assert Stock(sampler, [], mx.array([1])).key == [0, 5]
+    assert Stock(sampler, History([], mx.array([1]))).key == [0, 5]
 
 
 def test_a_greedy_sampler_with_processors_leaves_the_generator_to_the_caller():
@@ -106,7 +106,7 @@ def test_a_greedy_sampler_with_processors_leaves_the_generator_to_the_caller():
     law = make_law(None, make_logits_processors({3: 50.0}), mx.array([1]))
     mx.random.uniform()
     state = generator_state().tolist()
-    law.begin()
+    law.begin(3)
     assert law.draw(LOGITS, DRAFTS).tokens.tolist() == [3] * 4
     assert law.draw(LOGITS, DRAFTS).keys == []
     law.leave(None)

@@ -42,10 +42,10 @@ def test_generate_has_every_option_of_mlx_lm():
     ours = {a.dest: a for a in generation_parser()._actions}
     theirs = {a.dest: a for a in stock.setup_arg_parser()._actions}
     assert set(theirs) <= set(ours)
-    assert set(ours) - set(theirs) == {"require_spec", "stats"}
+    assert set(ours) - set(theirs) == {"max_draft_tokens", "require_spec", "sampling", "stats"}
     for name, action in theirs.items():
         assert ours[name].option_strings == action.option_strings
-        if name != "draft_model":
+        if name not in ("draft_model", "num_draft_tokens"):
             assert ours[name].default == action.default
 
 
@@ -59,9 +59,10 @@ def test_generate_help():
 
 def test_generate_with_an_assistant_beside_the_model():
     options = ["--model", GEMMA, "-p", "a b", "-m", 20, "--ignore-chat-template"]
-    result = run("generate", *options, "--require-spec", "--stats", "text")
+    options += ["--num-draft-tokens", 3, "--require-spec", "--stats", "text"]
+    result = run("generate", *options)
     assert result.exit_code == 0
-    assert "Speculation: gemma4-assistant, 3 drafts a round" in result.stderr
+    assert "Speculation: gemma4-assistant, 3 drafts a round, greedy sampling" in result.stderr
 
 
 def test_generate_prints_what_mlx_lm_prints():
@@ -69,7 +70,19 @@ def test_generate_prints_what_mlx_lm_prints():
     options = ["--model", TRAINED, "--prompt", "some words", "--max-tokens", "40"]
     options += ["--seed", "3", "--temp", "0.8", "--verbose", "False", "--ignore-chat-template"]
     ours = subprocess.run(
-        [sys.executable, "-m", "mlx_spec", "generate", *options, "--stats", "json"],
+        [
+            sys.executable,
+            "-m",
+            "mlx_spec",
+            "generate",
+            *options,
+            "--sampling",
+            "stock",
+            "--num-draft-tokens",
+            "3",
+            "--stats",
+            "json",
+        ],
         capture_output=True,
         check=True,
     )
@@ -84,9 +97,9 @@ def test_generate_prints_what_mlx_lm_prints():
 
 
 def test_generate_without_a_model_uses_the_demo():
-    result = run("generate", "--max-tokens", 6, "--stats", "text", "--require-spec")
+    result = run("generate", "--max-tokens", 12, "--stats", "text", "--require-spec")
     assert result.exit_code == 0
-    assert "Speculation: nextn, 3 drafts a round" in result.stderr
+    assert "Speculation: nextn, auto depth (" in result.stderr
 
 
 def test_generate_says_why_nothing_was_drafted(model_dir):
@@ -316,7 +329,7 @@ def test_inspect_a_model_with_its_head():
     assert exit_code == 0
     assert (facts["verdict"], facts["engages"]) == ("usable", True)
     assert facts["family"] == "qwen3_5"
-    assert facts["num_draft_tokens"] == 3
+    assert facts["num_draft_tokens"] == "auto"
     drafter = facts["drafter"]
     assert (drafter["kind"], drafter["layers"], drafter["path"]) == ("nextn", 1, TRAINED)
     tensors = mx.load(TRAINED + "/model.safetensors")
@@ -349,7 +362,7 @@ def test_inspect_a_gemma_with_its_assistant(tmp_path):
     exit_code, facts = inspect_json(GEMMA)
     assert exit_code == 0
     assert (facts["verdict"], facts["engages"], facts["family"]) == ("usable", True, "gemma4")
-    assert (facts["tokenizer"], facts["num_draft_tokens"]) == ("same", 3)
+    assert (facts["tokenizer"], facts["num_draft_tokens"]) == ("same", "auto")
     tensors = load(ASSISTANT.name).tensors
     uncounted = ("layer_scalar", "token_ordering")
     assert facts["drafter"] == {
@@ -385,7 +398,7 @@ def test_inspect_a_gemma_in_words(tmp_path):
         f"                in {tmp_path / 'drafter'}",
         f"                converted from {assistant}",
         "  tokenizer     same: the same tokenizer",
-        "  depth         3 drafts in a round",
+        "  depth         auto",
         "  verdict       usable: the drafter fits this model",
     ]
 

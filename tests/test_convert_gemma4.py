@@ -292,7 +292,9 @@ def acceptance(path):
     model, tokenizer, prompt, expected = trained()
     drafter = load_drafter(path, target_for(model))
     responses = list(
-        mlx_spec.stream_generate(model, tokenizer, prompt, max_tokens=96, draft_model=drafter)
+        mlx_spec.stream_generate(
+            model, tokenizer, prompt, max_tokens=96, draft_model=drafter, num_draft_tokens=3
+        )
     )
     assert [response.token for response in responses] == expected
     return responses[-1].spec.acceptance

@@ -70,6 +70,8 @@ def depths_for(names, name, sampling, count):
 
 
 def run(stream_generate, p, sampling, tokens=TOKENS, **more):
+    if stream_generate is mlx_spec.stream_generate:
+        more = {"sampling": "stock", "num_draft_tokens": 3} | more
     mx.random.seed(SEED)
     return list(
         stream_generate(
@@ -262,7 +264,9 @@ def test_prompts_of_any_length_in_chunks_of_any_size(length, prefill_step_size):
     prompt = p.prompt[:length]
     expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, prompt, **chunks))
     got = list(
-        mlx_spec.stream_generate(p.model, p.tokenizer, prompt, draft_model=p.drafter, **chunks)
+        mlx_spec.stream_generate(
+            p.model, p.tokenizer, prompt, draft_model=p.drafter, num_draft_tokens=3, **chunks
+        )
     )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.drafted > 0
@@ -274,7 +278,12 @@ def test_the_cap_is_exact(max_tokens):
     expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, p.prompt, max_tokens=max_tokens))
     got = list(
         mlx_spec.stream_generate(
-            p.model, p.tokenizer, p.prompt, max_tokens=max_tokens, draft_model=p.drafter
+            p.model,
+            p.tokenizer,
+            p.prompt,
+            max_tokens=max_tokens,
+            draft_model=p.drafter,
+            num_draft_tokens=3,
         )
     )
     assert [r.token for r in got] == [r.token for r in expected]
@@ -322,7 +331,9 @@ def test_two_requests_do_not_touch_each_other(name):
     other = p.prompt[::-1]
     expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, other, max_tokens=50))
     streams = [
-        mlx_spec.stream_generate(p.model, p.tokenizer, prompt, max_tokens=50, draft_model=p.drafter)
+        mlx_spec.stream_generate(
+            p.model, p.tokenizer, prompt, max_tokens=50, draft_model=p.drafter, num_draft_tokens=3
+        )
         for prompt in (p.prompt, other)
     ]
     interleaved = list(zip(*streams, strict=True))

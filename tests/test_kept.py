@@ -61,9 +61,14 @@ def watched(name):
 
 def responses(name, caches, prompt, max_tokens=12, **options):
     p = pair(name)
-    options = {"draft_model": watched(name)} | options
+    options = {"draft_model": watched(name), "num_draft_tokens": 3} | options
     return mlx_spec.stream_generate(
-        p.model, p.tokenizer, prompt, max_tokens=max_tokens, prompt_cache=caches, **options
+        p.model,
+        p.tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        prompt_cache=caches,
+        **options,
     )
 
 

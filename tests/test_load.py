@@ -109,7 +109,9 @@ def test_an_assistant_beside_its_model_is_found_as_it_was_downloaded(name, gemma
     assert pairing_of(model).path == assistant
     tokenizer.eos_token_ids = []
     expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=40))
-    got = list(mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=40))
+    got = list(
+        mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=40, num_draft_tokens=3)
+    )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.kind == "gemma4-assistant"
     assert got[-1].spec.drafted > got[-1].spec.accepted > 0
@@ -204,7 +206,9 @@ def test_a_quantised_gemma_with_a_quantised_assistant(gemma_dir, tmp_path):
     assert head.model.embed_tokens.scales.dtype == mx.bfloat16
     tokenizer.eos_token_ids = []
     expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=40))
-    got = list(mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=40))
+    got = list(
+        mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=40, num_draft_tokens=3)
+    )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.drafted > got[-1].spec.accepted > 0
 
@@ -263,7 +267,9 @@ def test_an_ordinary_draft_model_for_a_family_without_a_fast_path(tmp_path):
     paths = [str(tmp_path / "llama")] * 2
     model, tokenizer = load(paths[0], draft_model=paths[1])
     assert isinstance(pairing_of(model).drafter, type(model))
-    got = list(mlx_spec.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=12))
+    got = list(
+        mlx_spec.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=12, num_draft_tokens=3)
+    )
     expected = list(mlx_lm.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=12))
     assert [r.token for r in got] == [r.token for r in expected]
     assert any(r.from_draft for r in got)
@@ -294,7 +300,9 @@ def make_llama(path):
 def test_without_a_drafter_the_model_is_loaded_all_the_same(model_dir):
     strip_head(model_dir)
     model, tokenizer = load(str(model_dir))
-    last = list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=5))[-1]
+    last = list(
+        mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=5, num_draft_tokens=3)
+    )[-1]
     assert last.spec.reason == "no-drafter"
     assert not last.spec.engaged
     assert last.spec.acceptance is None
@@ -330,7 +338,7 @@ def test_a_model_with_its_drafter_is_freed_at_once(name, kind):
     """There is no cycle that only the garbage collector would find."""
     model, tokenizer = load(str(checkpoint_path(name)))
     assert pairing_of(model).drafter.kind == kind
-    list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=3))
+    list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=3, num_draft_tokens=3))
     embedding = weakref.ref(model.layers[0].input_layernorm)
     gc.collect()
     gc.disable()
@@ -365,7 +373,9 @@ def test_a_quantised_target_and_a_quantised_drafter(model_dir, tmp_path):
         assert hasattr(head.fc, "bits") == (name == "8bit")
         assert getattr(model.layers[3].self_attn.q_proj, "bits", None) == 4
         expected = list(mlx_lm.stream_generate(model, tokenizer, "hello", max_tokens=30))
-        got = list(mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=30))
+        got = list(
+            mlx_spec.stream_generate(model, tokenizer, "hello", max_tokens=30, num_draft_tokens=3)
+        )
         assert [r.token for r in got] == [r.token for r in expected]
         assert got[-1].spec.drafted > 0
 
@@ -380,7 +390,9 @@ def test_what_a_user_has(tmp_path):
     assert pairing_of(model).path == tmp_path / "Model-MTP"
     tokenizer.eos_token_ids = []
     expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=60))
-    got = list(mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=60))
+    got = list(
+        mlx_spec.stream_generate(model, tokenizer, "hello there", max_tokens=60, num_draft_tokens=3)
+    )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.drafted > got[-1].spec.accepted > 0
 
@@ -394,7 +406,7 @@ def test_half_precision(dtype, model_dir):
     expected = list(mlx_lm.stream_generate(model, tokenizer, "hello there", max_tokens=60))
     got = list(
         mlx_spec.stream_generate(
-            model, tokenizer, "hello there", max_tokens=60, draft_model=drafter
+            model, tokenizer, "hello there", max_tokens=60, draft_model=drafter, num_draft_tokens=3
         )
     )
     assert [r.token for r in got] == [r.token for r in expected]

@@ -11,13 +11,16 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import stream_generate as imported_before
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_spec import plugin
 from mlx_spec.errors import Incompatible
+from mlx_spec.options import SpecOptions
 from mlx_spec.sliding_window import SlidingWindow
 from mlx_spec.upstream import CALLERS, INTERNALS
 from models import DEMO, GEMMA_DEMO, GEMMA_TRAINED, TRAINED, checkpoint_path, drafter_path, pair
 
+FIXED = SpecOptions(3, sampling="stock")
 NAMES = [*TRAINED[:1], *GEMMA_TRAINED]
 generate_module = importlib.import_module("mlx_lm.generate")
 
@@ -25,7 +28,7 @@ generate_module = importlib.import_module("mlx_lm.generate")
 @pytest.fixture
 def reports():
     collected = []
-    plugin.install(collected.append)
+    plugin.install(collected.append, FIXED)
     yield collected
     plugin.uninstall()
 
@@ -79,7 +82,7 @@ def test_stock_load_and_generate(name, reports):
     prompt = pair(name).prompt
     plugin.uninstall()
     expected = stock_tokens(name, prompt, 40)
-    plugin.install(reports.append)
+    plugin.install(reports.append, FIXED)
     model, tokenizer = loaded(name)
     responses = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=40))
     assert [r.token for r in responses] == expected
@@ -128,6 +131,37 @@ def test_a_drafter_directory_as_a_draft_model(run, reports):
     assert [r.token for r in responses] == stock_tokens(name, p.prompt, 30)
 
 
+def test_a_programs_own_number_counts_with_a_draft_model_or_if_it_is_0(reports):
+    """mlx_lm.generate always gives one, 3 if its user does not; it is meant for a draft model."""
+    name = "qwen3-5-trained"
+    model, tokenizer = loaded(name)
+    prompt = pair(name).prompt
+    plugin.install(reports.append, SpecOptions(2, sampling="seed"))
+    options = {"max_tokens": 12, "sampler": make_sampler(0.8)}
+    for more in ({}, {"num_draft_tokens": 3}, {"num_draft_tokens": 0}):
+        list(mlx_lm.stream_generate(model, tokenizer, prompt, **options, **more))
+    assert [stats.num_draft_tokens for stats in reports[:2]] == [2, 2]
+    assert [stats.sampling for stats in reports] == ["seed"] * 3
+    assert reports[2].reason == "num-draft-tokens-0"
+
+
+def test_a_sampled_text_is_the_same_with_a_drafter_and_without(reports, tmp_path):
+    """Under the law `seed`, which is the plugin's default."""
+    shutil.copytree(checkpoint_path("gemma4-dense-trained"), tmp_path / "Alone")
+    plugin.install(reports.append, SpecOptions(3))
+    texts = []
+    for path in (tmp_path / "Alone", checkpoint_path("gemma4-dense-trained")):
+        model, tokenizer = mlx_lm.load(str(path))
+        for stream_generate in (mlx_lm.stream_generate, imported_before):
+            mx.random.seed(4)
+            options = {"max_tokens": 12, "sampler": make_sampler(0.8)}
+            run = stream_generate(model, tokenizer, [1, 2, 3], **options)
+            texts.append([response.token for response in run])
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert [stats.engaged for stats in reports] == [False, False, True, True]
+    assert {stats.sampling for stats in reports} == {"seed"}
+
+
 def test_without_a_drafter_stock_runs_and_the_reason_is_told(reports, tmp_path):
     shutil.copytree(checkpoint_path("gemma4-dense-trained"), tmp_path / "Alone")
     model, tokenizer = mlx_lm.load(str(tmp_path / "Alone"))
@@ -174,7 +208,7 @@ def test_batch_generate(name, reports):
     plugin.uninstall()
     model, tokenizer = loaded(name)
     expected = batch_generate(model, tokenizer, prompts, **options)
-    plugin.install(reports.append)
+    plugin.install(reports.append, FIXED)
     model, tokenizer = loaded(name)
     got = batch_generate(model, tokenizer, prompts, **options)
     assert got.texts == expected.texts

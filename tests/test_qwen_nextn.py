@@ -179,7 +179,7 @@ def test_the_demo_head_is_trained():
     """On code that it was not trained on (that which trained it): how often its draft is the
     target's choice, with the real tokens before it."""
     p = pair(DEMO)
-    text = (Path(__file__).parent.parent / "scripts" / "bench_decode.py").read_text()
+    text = (Path(__file__).parent.parent / "scripts" / "train_demo.py").read_text()
     tokens = mx.array(p.tokenizer.encode(text)[:1500])
     hidden, logits = p.target(tokens[None], [None] * 4)
     embeddings = p.drafter.embed(tokens[None, 1:])

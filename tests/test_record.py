@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlx_spec.options import SpecOptions
 from mlx_spec.server import record as record_module
 from mlx_spec.server.record import Ledger, Record, counted, in_ledger, stoppable
 from mlx_spec.stats import SpecStats
@@ -20,7 +21,7 @@ def clock(monkeypatch):
 
 def begun(ledger, prompt=10, cached=0, stats=None):
     """A request of which nothing is processed yet."""
-    record = Record(3, stats=stats or SpecStats())
+    record = Record(SpecOptions(3), stats=stats or SpecStats())
     ledger.begin(record)
     record.started(SimpleNamespace(prompt=[0] * prompt, prompt_cache_count=cached))
     return record
@@ -61,11 +62,11 @@ def test_there_is_no_rate_without_time(clock, tokens):
     for name in ("prompt_per_token_ms", "prompt_per_second", "predicted_per_second"):
         assert timings[name] is None
     assert ledger.tokens_per_second() is None
-    assert Record(3).timings()["prompt_ms"] == 0
+    assert Record(SpecOptions(3)).timings()["prompt_ms"] == 0
 
 
 def test_drafts_after_the_end_of_the_text_count_as_rejected():
-    record = Record(3, stats=SpecStats(accepted_yielded=1))
+    record = Record(SpecOptions(3), stats=SpecStats(accepted_yielded=1))
     record.stats.add_round(3, 3)
     assert record.usage_details() == {
         "accepted_prediction_tokens": 1,
@@ -74,7 +75,7 @@ def test_drafts_after_the_end_of_the_text_count_as_rejected():
 
 
 def test_a_reason_is_given_until_something_was_drafted():
-    record = Record(3)
+    record = Record(SpecOptions(3))
     assert (record.spec()["engaged"], record.spec()["reason"]) == (False, "too-short")
     record.stats.reason = "batch"
     assert record.spec()["reason"] == "batch"
@@ -120,7 +121,7 @@ def test_the_outcome_of_a_request(finish_reason, error, outcome, last_error):
 
 def test_what_is_wrong_with_a_request_is_no_error_of_the_server():
     ledger = Ledger()
-    record = Record(3)
+    record = Record(SpecOptions(3))
     ledger.begin(record)
     with pytest.raises(ValueError, match="top_k"), in_ledger(ledger, record):
         raise ValueError("top_k is too large")

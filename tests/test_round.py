@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_spec
-from mlx_spec.accept import Greedy, Stock
+from mlx_spec.accept import Greedy, History, Stock
 from mlx_spec.rollback import Transaction
 from mlx_spec.round import Drawn, Request, speculate
 from mlx_spec.sliding_window import in_time_order
@@ -125,7 +125,7 @@ def stream(p, drafter, depth=3, cache=None, **options):
         drafter,
         num_draft_tokens=depth,
         prompt_cache=cache,
-        **options,
+        **{"sampling": "stock"} | options,
     )
 
 
@@ -203,7 +203,7 @@ def test_a_second_turn_on_the_kept_cache_equals_stock(name):
             prompt, p.model, prompt_cache=cache, max_tokens=25
         ),
         "ours": lambda prompt, cache: mlx_spec.speculative_generate_step(
-            prompt, p.model, p.drafter, prompt_cache=cache, max_tokens=25
+            prompt, p.model, p.drafter, prompt_cache=cache, max_tokens=25, num_draft_tokens=3
         ),
     }.items():
         cache = make_prompt_cache(p.model) + (p.drafter.make_cache() if run == "ours" else [])
@@ -368,7 +368,7 @@ def test_one_target_forward_and_one_host_read_a_round(name, depth, law, monkeypa
     p = pair(name)
     laws = {
         "greedy": Greedy(),
-        "stock": Stock(make_sampler(0.8, top_p=0.9), [], mx.array(p.prompt)),
+        "stock": Stock(make_sampler(0.8, top_p=0.9), History([], mx.array(p.prompt))),
     }
     request = make_request(p, p.prompt, depth, law=laws[law])
     mx.eval(request.unlearnt.hidden)
@@ -531,7 +531,7 @@ def test_a_token_that_was_drawn_elsewhere_comes_first(name, sampler, monkeypatch
         request.caches, request.pending = in_time_order(caches), mx.array(tokens[2:3], mx.uint32)
         request.drawn = Drawn(request.pending, expected[2][1])
         if sampler:
-            request.law = Stock(sampler, [], mx.array(p.prompt + tokens[:3]))
+            request.law = Stock(sampler, History([], mx.array(p.prompt + tokens[:3])))
         stats = SpecStats()
         stream = mx.default_stream(mx.default_device())
         return request, speculate(request, stream, 10, stats), stats, state

@@ -135,6 +135,26 @@ def test_without_drafts_the_reason_is_told(server, seed):
     assert server.post("/v1/completions", body)["spec"]["reason"] == "too-short"
 
 
+def test_depth_and_law_of_a_request(server):
+    """At a seed, the default law gives one text at any depth, stock's gives another."""
+    sampled = {"prompt": PROMPT, "max_tokens": 40, "seed": 5, "temperature": 0.9}
+    answers = {}
+    for depth, law in [(0, "seed"), (3, "seed"), ("auto", "auto"), (3, "stock"), (3, "ratio")]:
+        body = sampled | {"num_draft_tokens": depth, "sampling": law}
+        answers[depth, law] = server.post("/v1/completions", body)
+        spec = answers[depth, law]["spec"]
+        assert spec["sampling"] == ("seed" if law == "auto" else law)
+        assert spec["num_draft_tokens"] == depth
+        assert spec["engaged"] == (depth != 0)
+    texts = {key: answer["choices"][0]["text"] for key, answer in answers.items()}
+    assert texts[0, "seed"] == texts[3, "seed"] == texts["auto", "auto"]
+    assert len({texts[3, law] for law in ("seed", "stock", "ratio")}) == 3
+    assert answers["auto", "auto"]["spec"]["state"] in ("active", "probing", "parked")
+    assert answers[3, "seed"]["spec"]["state"] == "fixed"
+    greedy = server.post("/v1/completions", {"prompt": PROMPT, "sampling": "ratio"})
+    assert greedy["spec"]["sampling"] == "greedy"
+
+
 def test_metrics_are_what_the_status_says(server):
     server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 40})
     values = server.wait_until_idle()

@@ -18,6 +18,7 @@ from mlx_lm.server import (
 from mlx_spec import batch
 from mlx_spec.errors import ModelUnavailable, UnusableDrafter
 from mlx_spec.generate import bound
+from mlx_spec.options import SpecOptions
 from mlx_spec.server import generation
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.prompt_cache import PromptCache
@@ -53,6 +54,7 @@ class Decoding(SpecResponseGenerator):
         super().__init__(
             provider_for(*options),
             PromptCache(5),
+            options=lambda args: SpecOptions(args.num_draft_tokens, sampling="stock"),
             ended=self.reports.append,
             loaded=self.is_loaded.set,
             failed=self.failures.append,
@@ -282,6 +284,6 @@ def test_a_request_may_bring_its_record(decoding):
     generator = decoding()
     generator.text()
     request = CompletionRequest("text", PROMPT, [], None, None)
-    request.record = Record(3, connected=lambda: False)
+    request.record = Record(SpecOptions(3), connected=lambda: False)
     args = SimpleNamespace(num_draft_tokens=3)
-    assert generation.record_of(request, args) is request.record
+    assert generator._record_of(request, args) is request.record

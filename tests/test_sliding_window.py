@@ -131,7 +131,13 @@ def test_a_ring_that_is_not_the_models_is_refused(size, keep):
         c if type(c) is KVCache else RotatingKVCache(size, keep) for c in make_prompt_cache(p.model)
     ]
     (*_, last) = mlx_spec.stream_generate(
-        p.model, p.tokenizer, p.prompt, max_tokens=4, draft_model=p.drafter, prompt_cache=cache
+        p.model,
+        p.tokenizer,
+        p.prompt,
+        max_tokens=4,
+        draft_model=p.drafter,
+        prompt_cache=cache,
+        num_draft_tokens=3,
     )
     assert last.spec.reason == "unsupported-cache"
     assert words in last.spec.detail
@@ -236,7 +242,9 @@ def test_prompts_around_the_window_in_chunks_of_any_size(length, prefill_step_si
     options = {"max_tokens": 40, "prefill_step_size": prefill_step_size}
     expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, prompt, **options))
     got = list(
-        mlx_spec.stream_generate(p.model, p.tokenizer, prompt, draft_model=p.drafter, **options)
+        mlx_spec.stream_generate(
+            p.model, p.tokenizer, prompt, draft_model=p.drafter, num_draft_tokens=3, **options
+        )
     )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.accepted > 0
@@ -248,7 +256,9 @@ def test_max_kv_size_means_what_it_means_in_stock():
     options = {"max_tokens": 40, "max_kv_size": 10}
     expected = list(mlx_lm.stream_generate(p.model, p.tokenizer, p.prompt, **options))
     got = list(
-        mlx_spec.stream_generate(p.model, p.tokenizer, p.prompt, draft_model=p.drafter, **options)
+        mlx_spec.stream_generate(
+            p.model, p.tokenizer, p.prompt, draft_model=p.drafter, num_draft_tokens=3, **options
+        )
     )
     assert [r.token for r in got] == [r.token for r in expected]
     assert got[-1].spec.accepted > 0
@@ -264,7 +274,7 @@ def test_kv_bits_fail_where_stock_fails_and_nothing_is_lost():
     assert len(expected) > 10
     cache = make_prompt_cache(p.model)
     step = mlx_spec.speculative_generate_step(
-        mx.array(p.prompt), p.model, p.drafter, prompt_cache=cache, **options
+        mx.array(p.prompt), p.model, p.drafter, prompt_cache=cache, num_draft_tokens=3, **options
     )
     with pytest.raises(NotImplementedError, match="sliding windows; leave out kv_bits"):
         got.extend(t for t, *_ in step)
@@ -294,6 +304,7 @@ def test_after_a_long_prompt_no_more_is_held_than_stock_holds(max_tokens):
             prompt_cache=cache,
             max_tokens=max_tokens,
             prefill_step_size=512,
+            num_draft_tokens=3,
         ),
     ):
         gc.collect()

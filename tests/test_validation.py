@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mlx_spec.server.validation import BOUNDS, BadRequest, check, encode, parse
+from mlx_spec.options import SpecOptions
+from mlx_spec.server.validation import BOUNDS, BadRequest, check, encode, parse, take_options
 
 TEXT = {"prompt": "import os"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -184,3 +185,30 @@ def test_half_a_surrogate_pair_is_no_text(body):
     """JSON can write it; a tokenizer fails."""
     with pytest.raises(BadRequest, match="surrogates not allowed"):
         encode(parse(body.encode()))
+
+
+def test_depth_and_law_are_taken_out_of_the_body():
+    """mlx_lm.server knows num_draft_tokens as a number only, and the others not at all."""
+    body = TEXT | {"num_draft_tokens": "auto", "max_draft_tokens": 4, "sampling": "ratio"}
+    assert take_options(body, SpecOptions(3)) == SpecOptions("auto", 4, "ratio")
+    assert body == TEXT
+    assert take_options({}, SpecOptions(3, 5, "stock")) == SpecOptions(3, 5, "stock")
+    assert take_options({"num_draft_tokens": 0}, SpecOptions()) == SpecOptions(0)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"num_draft_tokens": "many"}, "num_draft_tokens must be of type int."),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0."),
+        ({"num_draft_tokens": 33}, "num_draft_tokens must be at most 32."),
+        ({"max_draft_tokens": 0}, "max_draft_tokens is 0; give 1 or more."),
+        ({"max_draft_tokens": "auto"}, "max_draft_tokens is 'auto'; give 1 or more."),
+        ({"sampling": "greedy"}, "sampling is 'greedy'; give one of auto, seed, stock, ratio."),
+        ({"sampling": ["seed"]}, "sampling is ['seed']; give one of auto, seed, stock, ratio."),
+    ],
+)
+def test_depth_and_law_that_are_none(option, sentence):
+    with pytest.raises(BadRequest) as error:
+        take_options(dict(option), SpecOptions())
+    assert str(error.value) == sentence

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_spec.candidates import Candidates
 
@@ -20,6 +21,8 @@ class Drafter(Protocol):
     """
 
     kind: str
+    head: nn.Module | None  # what it computes with, beside the target
+    learns: bool  # whether `extend` does anything, so that it has to see the prompt
 
     def make_cache(self) -> list[Any]:
         """Empty caches for one request, of mlx-lm's own classes; none for a drafter that only

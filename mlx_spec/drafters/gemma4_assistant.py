@@ -144,6 +144,7 @@ class AssistantDrafter:
     """
 
     kind = "gemma4-assistant"
+    learns = False
 
     def __init__(self, head: Gemma4Assistant, target: Gemma4Target):
         if faults := misfits(head.args, target):

@@ -104,6 +104,7 @@ class NextNDrafter:
     """
 
     kind = "nextn"
+    learns = True
 
     def __init__(self, head: QwenNextN, target: Target):
         for name, own, theirs in [

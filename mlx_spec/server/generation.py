@@ -8,6 +8,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.errors import ModelUnavailable, SpecError, UnusableDrafter, one_line, reported_as
 from mlx_spec.generate import bound, stream_generate
 from mlx_spec.load import check_model, local_path, pair, pair_loaded
+from mlx_spec.options import SpecOptions
 from mlx_spec.server.record import (
     Ledger,
     Record,
@@ -109,6 +111,8 @@ class SpecResponseGenerator(ResponseGenerator):
     an error.
 
     Args: those of mlx_lm.server's, and
+        options: depth and acceptance law of a request that does not say, from mlx_lm.server's
+            GenerationArguments.
         ended: is called with the counters of each generation when it ends.
         loaded: is called, in the decoding thread, when the default model is there.
         failed: is called, in the decoding thread, with the error that ends it: that of loading
@@ -120,11 +124,13 @@ class SpecResponseGenerator(ResponseGenerator):
         model_provider: ModelProvider,
         prompt_cache: Any,
         *,
+        options: Callable[[Any], SpecOptions],
         ended: Callable[[SpecStats], None] = lambda stats: None,
         loaded: Callable[[], None] = lambda: None,
         failed: Callable[[Exception], None] = lambda error: None,
     ):
         self.ledger = Ledger()
+        self.options = options
         self.ended = ended
         self.loaded = loaded
         self.failed = failed
@@ -138,7 +144,7 @@ class SpecResponseGenerator(ResponseGenerator):
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[Any, Iterator[Any]]:
         """As mlx_lm.server's. A request may bring a `record`; otherwise it gets one."""
-        record = record_of(request, generation_args)
+        record = self._record_of(request, generation_args)
         self.ledger.begin(record)
         with in_ledger(self.ledger, record):
             if not self.generation_available():
@@ -202,7 +208,7 @@ class SpecResponseGenerator(ResponseGenerator):
         taken = super()._next_request(timeout)
         if taken is not None:
             queue, request, args = taken
-            record = record_of(request, args)
+            record = self._record_of(request, args)
             record.queue = queue
             try:
                 check_connected(record)
@@ -213,7 +219,7 @@ class SpecResponseGenerator(ResponseGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         check_tokens(tokenizer, args)
-        self._starting = record_of(request, args)
+        self._starting = self._record_of(request, args)
         tokenized = super()._tokenize(tokenizer, request, args)
         if not isinstance(tokenized[0], list) or not tokenized[0]:
             raise ValueError("The prompt has no tokens; check chat_template_kwargs.")
@@ -223,33 +229,32 @@ class SpecResponseGenerator(ResponseGenerator):
         """For the sequence that is inserted now: the one that was tokenized last."""
         assert self._starting is not None
         pair_loaded(self.model_provider.model)
-        return Plan(self._starting.num_draft_tokens, self._starting.stats)
+        return Plan(self._starting.options, self._starting.stats)
 
     def _generate(self) -> None:
         generator = partial(SpecBatchGenerator, plan=self._plan, ended=self.ended)
         bound(ResponseGenerator._generate, BatchGenerator=generator)(self)
 
     def _serve_single(self, request: Any, stream: Any) -> None:
-        record = record_of(*request[1:])
+        record = self._record_of(*request[1:])
         stats = record.stats
         pair_loaded(self.model_provider.model)
 
         def stream_with_drafts(*, prompt_progress_callback: Callable, **options: Any) -> Any:
+            options |= asdict(record.options)
             progress = stoppable(record, prompt_progress_callback)
             return stream_generate(prompt_progress_callback=progress, stats=stats, **options)
 
         serve = bound(ResponseGenerator._serve_single, stream_generate=stream_with_drafts)
         serve(self, request, stream)
-        if not stats.engaged and stats.reason is None:
-            stats.reason = "too-short"
+        stats.conclude()
         self.ended(stats)
 
-
-def record_of(request: Any, args: Any) -> Record:
-    """A request's record, which is made if there is none."""
-    if "record" not in vars(request):
-        request.record = Record(args.num_draft_tokens)
-    return request.record
+    def _record_of(self, request: Any, args: Any) -> Record:
+        """A request's record, which is made if there is none."""
+        if "record" not in vars(request):
+            request.record = Record(self.options(args))
+        return request.record
 
 
 def check_tokens(tokenizer: Any, args: Any) -> None:

@@ -24,6 +24,7 @@ from mlx_lm.server import APIHandler
 
 from mlx_spec.errors import OutOfMemory, PortInUse, SpecError, is_out_of_memory, one_line
 from mlx_spec.generate import bound
+from mlx_spec.options import SpecOptions
 from mlx_spec.server import validation
 from mlx_spec.server.metrics import CONTENT_TYPE, metrics_text
 from mlx_spec.server.record import Record, is_own
@@ -41,12 +42,14 @@ class App:
     key: what clients must send as `Authorization: Bearer KEY`, except for /health; None: nothing.
     max_body_bytes: of a request.
     fingerprint: mlx_lm.server's system_fingerprint.
+    options: depth and acceptance law of a request that does not say.
     """
 
     status: Status
     key: str | None
     max_body_bytes: int
     fingerprint: str
+    options: SpecOptions
 
 
 class Handler(APIHandler):
@@ -59,6 +62,7 @@ class Handler(APIHandler):
 
     def __init__(self, app: App, *args: Any):
         self.app = app
+        self.options = app.options
         self.record: Record | None = None
         self.answered = False  # the headers are sent
         self.stream = False
@@ -109,6 +113,7 @@ class Handler(APIHandler):
             return self.refuse(HTTPStatus.BAD_REQUEST, "The body is shorter than Content-Length.")
         try:
             body = validation.parse(raw)
+            self.options = validation.take_options(body, self.app.options)
             if self.path.endswith("/completions"):
                 validation.check(body, chat="chat" in self.path)
             checked = validation.encode(body)
@@ -119,7 +124,7 @@ class Handler(APIHandler):
         return self.guarded(super().do_POST)
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
-        self.record = request.record = Record(self.num_draft_tokens, self.is_connected)
+        self.record = request.record = Record(self.options, self.is_connected)
         try:
             super().handle_completion(request, stop_words)
         finally:

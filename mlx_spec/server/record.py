@@ -11,6 +11,7 @@ from queue import Queue
 from typing import Any
 
 from mlx_spec.errors import SpecError, one_line
+from mlx_spec.options import SpecOptions
 from mlx_spec.stats import SpecStats
 
 RECENT_S = 2.0  # what "now" means
@@ -22,7 +23,7 @@ class Record:
     """One request, from its arrival to its end. Times are of time.monotonic, in seconds.
 
     Attributes:
-        num_draft_tokens: asked for; 0: no drafts.
+        options: depth and acceptance law.
         connected: says whether the client is still there.
         stats: filled in by the thread that decodes.
         context: mlx_lm.server's GenerationContext, once its prompt is being processed.
@@ -33,7 +34,7 @@ class Record:
         error: what it failed with.
     """
 
-    num_draft_tokens: int
+    options: SpecOptions = field(default_factory=SpecOptions)
     connected: Callable[[], bool] = lambda: True
     stats: SpecStats = field(default_factory=SpecStats)
     context: Any = None
@@ -121,7 +122,11 @@ class Record:
             "engaged": stats.engaged,
             "reason": None if stats.engaged else stats.reason or "too-short",
             "detail": stats.detail,
-            "depth": stats.num_draft_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "depth": stats.depth,
+            "sampling": stats.sampling,
+            "state": stats.state,
+            "state_reason": stats.state_reason,
             "batched": stats.batched,
             "unprimed": stats.unprimed,
         }

@@ -19,7 +19,8 @@ from mlx_lm.server import get_system_fingerprint
 from mlx_lm.server import main as stock_main
 
 from mlx_spec.errors import BadArguments, SpecError, one_line, reported_as
-from mlx_spec.generate import bound
+from mlx_spec.generate import STOCK_NUM_DRAFT_TOKENS, bound
+from mlx_spec.options import HELP, SpecOptions, add_spec_options, draft_tokens
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.handler import App, Server
 from mlx_spec.server.porter import Porter
@@ -41,7 +42,12 @@ def serve(arguments: list[str]) -> NoReturn:
 
     class Parser(ServeParser):
         def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
-            return super().parse_args(arguments)
+            args = super().parse_args(arguments)
+            args.spec_options = SpecOptions(
+                args.num_draft_tokens, args.max_draft_tokens, args.sampling
+            )
+            args.num_draft_tokens = STOCK_NUM_DRAFT_TOKENS  # for an ordinary draft model
+            return args
 
     def run(host: str, port: int, provider: SpecModelProvider) -> None:
         Run(host, port, provider).until_stopped()
@@ -65,6 +71,7 @@ class ServeParser(argparse.ArgumentParser):
             "description": "mlx_lm.server, with drafts, for one machine's own programs.",
         }
         super().__init__(**options)
+        add_spec_options(self)
         self.add_argument("--launch-id", help="Told by /health. Default: a random one.")
         self.add_argument("--ready-file", type=Path, help="Written when the model is loaded.")
         self.add_argument(
@@ -98,7 +105,11 @@ class ServeParser(argparse.ArgumentParser):
                 "the model's directory and beside it."
             )
         if "--num-draft-tokens" in names:
-            options["help"] = "Tokens to draft in a round; 0: none. Default: 3."
+            options |= {
+                "type": draft_tokens,
+                "default": "auto",
+                "help": HELP["num_draft_tokens"],
+            }
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -127,13 +138,20 @@ class Run:
         responses = SpecResponseGenerator(
             provider,
             PromptCache(self.args.prompt_cache_size),
+            options=lambda args: self.args.spec_options,
             loaded=lambda: self.news.put("loaded"),
             failed=self.news.put,
         )
         self.status = Status(responses, self.args.launch_id or str(uuid.uuid4()))
         self.status.phase = "loading"
         self.porter.tell(self.status.health()[1])
-        self.app = App(self.status, key, self.args.max_body_bytes, get_system_fingerprint())
+        self.app = App(
+            self.status,
+            key,
+            self.args.max_body_bytes,
+            get_system_fingerprint(),
+            self.args.spec_options,
+        )
 
     def until_stopped(self) -> NoReturn:
         """Ends the process: with 0 when it is stopped, else with the error's exit code."""

@@ -84,7 +84,7 @@ class Status:
             "acceptance": ratio(totals.accepted, totals.drafted),
             "tokens_per_round": 1 + totals.accepted / totals.rounds if totals.rounds else None,
             "depth": spec["depth"],
-            "parked": spec["state"] == "standing-down",
+            "parked": spec["state"] in ("parked", "standing-down"),
             "spec_state": spec["state"],
             "spec_reason": spec["reason"],
             "memory_active_bytes": mx.get_active_memory(),
@@ -98,8 +98,8 @@ class Status:
     def spec(self) -> dict[str, Any]:
         """Whether drafts are being made now, and if not, why.
 
-        state: "off" without a drafter, "idle" without requests, "drafting", or "standing-down"
-        while something else than the model's default keeps it from drafting.
+        state: "off" without a drafter, "idle" without requests, "drafting", "parked" while drafts
+        do not pay, or "standing-down" while something else keeps it from drafting.
         """
         pairing = self._pairing()
         state: str = "idle"
@@ -112,7 +112,7 @@ class Status:
             state, reason, detail = "off", pairing.reason, pairing.detail
         elif decoding:
             state, reason, detail = state_of(decoding)
-        depth = decoding[0].stats.num_draft_tokens if state == "drafting" else 0
+        depth = decoding[0].stats.depth if state == "drafting" else 0
         return {
             "engaged": state == "drafting",
             "state": state,
@@ -164,4 +164,6 @@ def state_of(decoding: list[Record]) -> tuple[str, str | None, str | None]:
     stats = decoding[0].stats
     if stats.reason is not None:
         return "standing-down", stats.reason, stats.detail
+    if stats.state == "parked":
+        return "parked", "parked", stats.state_reason
     return ("drafting" if stats.engaged else "idle"), None, None

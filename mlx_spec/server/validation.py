@@ -1,8 +1,12 @@
 """What is wrong with the body of a request, in one sentence, before mlx_lm.server reads it."""
 
 import json
+from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any, NoReturn
+
+from mlx_spec.errors import BadArguments
+from mlx_spec.options import SpecOptions
 
 MAX_DRAFT_TOKENS = 32  # of a request: each is a further row of every forward
 MAX_TOKENS = 2**31 - 1  # as many as mlx can count
@@ -17,7 +21,6 @@ BOUNDS: dict[str, tuple[Any, float | None, float | None]] = {
     "adapters": (str, None, None),
     "max_tokens": (int, 1, None),
     "max_completion_tokens": (int, 1, None),
-    "num_draft_tokens": (int, 0, MAX_DRAFT_TOKENS),
     "temperature": (Number, 0, None),
     "top_p": (Number, 0, 1),
     "top_k": (int, 0, None),
@@ -108,6 +111,18 @@ def check_value(
         raise BadRequest(f"{name} must be at least {least}.")
     if greatest is not None and value > greatest:
         raise BadRequest(f"{name} must be at most {greatest}.")
+
+
+def take_options(body: dict[str, Any], defaults: SpecOptions) -> SpecOptions:
+    """Take depth and acceptance law out of the body. Raises: BadRequest."""
+    given = {name: body.pop(name) for name in asdict(defaults) if name in body}
+    for name in ("num_draft_tokens", "max_draft_tokens"):
+        if name in given and given[name] != "auto":
+            check_value(name, given[name], int, 0, MAX_DRAFT_TOKENS)
+    try:
+        return replace(defaults, **given)
+    except BadArguments as error:
+        raise BadRequest(str(error)) from error
 
 
 def is_number(value: Any) -> bool:

@@ -38,7 +38,7 @@ START_S = 5.0  # for the server to answer or to fail
 STOP_S = 3.0  # for the server to end by itself
 MAX_BYTES = 1 << 20  # of an answer
 WARNING = "\N{WARNING SIGN} "
-UNDRAFTED = ("off", "standing-down")
+UNDRAFTED = ("off", "parked", "standing-down")
 UNLOADED = ("starting", "loading", "stopping")
 AS_IT_IS = {"emojize": "false", "ansi": "false"}  # a title with text from elsewhere
 
