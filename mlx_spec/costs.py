@@ -5,6 +5,7 @@ does, so a request takes over a few observations' worth of it only.
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,24 +206,50 @@ class Rates:
                 self.offered[position] = offers
 
 
-CAP = 8.0  # plain steps
-REGAIN = 0.01  # plain steps a token
+SPAN = 500  # tokens, any of which may together lose 3 % of their time: 15.5 plain steps
+ALLOWED = 10.0  # plain steps of that, as the round that exceeds it may be a dear one
+CAP, REGAIN = 8.0, 0.01  # plain steps, and plain steps a token: within SPAN not much more
 
 
 @dataclass
 class Account:
     """What drafting may still lose against plain decoding, in plain steps.
 
-    It starts with CAP and never holds more; each token brings REGAIN. A depth is chosen only if
-    the balance can pay for a round in which nothing is accepted. So any 500 tokens lose about
-    CAP + 500 * REGAIN at most, under 3 %, as far as the costs are known.
+    Either of two rules lets it go on: the loss since the best moment of the last SPAN tokens is
+    less than ALLOWED; or an account of CAP, which each token refills by REGAIN, is not empty. The
+    first forgives bad luck, the second does not wait until SPAN tokens have passed. A depth is
+    chosen only if the balance can pay for a round in which nothing is accepted, so no SPAN tokens
+    lose more than about CAP + SPAN * REGAIN, as far as the costs are known.
+
+    Attributes:
+        tokens, gained: so far; plain steps.
+        refilled: the second account.
+        peaks: moments of the last SPAN tokens after which the gain was never so high again.
     """
 
-    balance: float = CAP
+    tokens: int = 0
+    gained: float = 0.0
+    refilled: float = CAP
+    peaks: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 0.0)]))
+
+    @property
+    def lost(self) -> float:
+        return self.peaks[0][1] - self.gained
+
+    @property
+    def balance(self) -> float:
+        return max(self.refilled, ALLOWED - self.lost)
 
     def add(self, tokens: int, steps: float) -> None:
         """A round gave so many tokens and cost as much as so many plain steps."""
-        self.balance = min(CAP, self.balance + tokens * (1 + REGAIN) - steps)
+        self.tokens += tokens
+        self.gained += tokens - steps
+        self.refilled = min(CAP, self.refilled + tokens * (1 + REGAIN) - steps)
+        while self.peaks and self.peaks[-1][1] <= self.gained:
+            self.peaks.pop()
+        self.peaks.append((self.tokens, self.gained))
+        while self.peaks[0][0] < self.tokens - SPAN:
+            self.peaks.popleft()
 
 
 @dataclass

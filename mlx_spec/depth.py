@@ -6,7 +6,7 @@ is plain decoding: drafting is "parked" where it does not pay, and tried again n
 
 from typing import Literal, Protocol
 
-from mlx_spec.costs import CAP, Knowledge, Rates
+from mlx_spec.costs import Knowledge, Rates
 
 State = Literal["fixed", "active", "probing", "parked"]
 
@@ -15,11 +15,13 @@ GAIN = 1.03  # for less than that the depth is not changed
 BURST = 3  # rounds in which a depth's cost is measured; the first is not timed
 PLAIN_BURST = 5  # the same for depth 0, which all others are compared with
 PROBE = 4  # rounds in which a parked drafter is tried
-FIRST_WAIT, LAST_WAIT = 32, 128  # tokens before a parked drafter is tried again, doubling
-RESERVE = 3.0  # plain steps that a measurement leaves in the account
+FIRST_WAIT = 32  # tokens before a parked drafter is tried again, doubling ...
+PROBE_SHARE = 0.015  # ... until probes in which nothing is accepted take such a share of the time
+RESERVE = 7.0  # plain steps that a measurement leaves in the account
 WARM_UP = 2.0  # plain steps that the first round at a depth may cost more than the next ones
 LASTING = 64  # tokens after which a return from being parked has been worth it
 FIRST_CHECK, LAST_CHECK = 128, 1024  # tokens before depth 0 is measured again, doubling
+GUESS = 0.5  # plain steps of a draft whose cost was not measured, cautiously
 STALE = 0.08  # relative doubt from which a cost is measured again, if that can matter
 
 
@@ -90,6 +92,7 @@ class Adaptive:
         self._wait = FIRST_WAIT
         self._wake = 0  # parked until so many tokens
         self._came_back = 0  # at so many tokens
+        self._unpaid: list[tuple[int, int, int, float | None]] = []  # as plain steps are not known
         self._check_after(FIRST_CHECK)
 
     def choose(self, context: int) -> int:
@@ -103,7 +106,8 @@ class Adaptive:
             self.state, self.why = "parked", "no drafts are allowed"
             return 0
         if 0 not in self._costs:
-            return self._measure(0, PLAIN_BURST)
+            # Drafts come first, and again if no time could be taken: a short text has some, too.
+            return self._measure(0, PLAIN_BURST) if depth == 1 else self._measure(1, BURST)
         if self.state == "parked":
             return self._probe(context) if self._tokens >= self._wake else 0
         return self._best(context)
@@ -119,14 +123,21 @@ class Adaptive:
         self.knowledge.rates.add(drafted, accepted)
         if seconds is not None and seconds > 0 and representative:
             self._costs.add(drafted, context, seconds)
+        self._unpaid.append((drafted, accepted, context, None if representative else seconds))
         if 0 in self._costs:
-            steps = self._steps(drafted, context)
-            if representative and drafted in self._costs:
-                steps *= 1 + self._costs.doubt(drafted, 0, context)
-            elif seconds is not None:
-                measured = seconds / self._costs.seconds(0, context)
-                steps = max(steps, min(measured, steps + 3))
-            self.knowledge.account.add(accepted + 1, steps)
+            for round in self._unpaid:
+                self._pay(*round)
+            self._unpaid.clear()
+
+    def _pay(self, drafted: int, accepted: int, context: int, seconds: float | None) -> None:
+        """Enter a round into the account; `seconds` if it was not a representative one."""
+        steps = self._steps(drafted, context)
+        if seconds is not None:
+            measured = seconds / self._costs.seconds(0, context)
+            steps = max(steps, min(measured, steps + 3))
+        elif drafted in self._costs:
+            steps *= 1 + self._costs.doubt(drafted, 0, context)
+        self.knowledge.account.add(accepted + 1, steps)
 
     def _best(self, context: int) -> int:
         """The best depth of those measured, or one that may be better and is to be measured."""
@@ -191,7 +202,7 @@ class Adaptive:
         if n in self._costs:
             return self._costs.ratio(n, context)
         below = [m for m in self._costs.depths if m < n]
-        return self._costs.ratio(below[-1], context) + 0.5 * (n - below[-1])
+        return self._costs.ratio(below[-1], context) + GUESS * (n - below[-1])
 
     def _affordable(self, n: int, rounds: int, context: int, more: float = 0.0) -> bool:
         """Can the account pay for so many rounds if half of what is expected is accepted, and
@@ -212,19 +223,26 @@ class Adaptive:
         hopeful = self._hopeful(0, 1.0, 0.0, context)
         if hopeful is not None:
             return self._measure(hopeful, BURST)
-        tried = [n for n in self._costs.depths if 0 < n <= self.max]
-        n = min(tried, key=lambda n: self._costs.ratio(n, context), default=1)
+        n = self._cheapest(context)
         if not self._affordable(n, PROBE, context):
             return 0
         self._rates.cut(1)
         self._expected = self._rates.tokens(self.max)
         return self._measure(n, PROBE)
 
+    def _last_wait(self, context: int) -> int:
+        loss = PROBE * (self._steps(self._cheapest(context), context) - 1)
+        return max(FIRST_WAIT, round(loss / PROBE_SHARE))
+
+    def _cheapest(self, context: int) -> int:
+        tried = [n for n in self._costs.depths if 0 < n <= self.max]
+        return min(tried, key=lambda n: self._costs.ratio(n, context), default=1)
+
     def _park(self, context: int) -> int:
         if self._depth and self._tokens - self._came_back >= LASTING:
             self._wait = FIRST_WAIT
         elif self.state == "probing" and self._depth == 0:
-            self._wait = min(2 * self._wait, LAST_WAIT)
+            self._wait = min(2 * self._wait, self._last_wait(context))
         self._depth = 0
         self._wake = self._tokens + self._wait
         self.state, self.why = "parked", self._reason(context)
@@ -238,5 +256,5 @@ class Adaptive:
         if round(acceptance, 2) < round(break_even, 2):
             return f"acceptance {acceptance:.2f} < break-even {break_even:.2f}"
         if self.knowledge.account.balance < RESERVE:
-            return f"drafting has lost {CAP - self.knowledge.account.balance:.0f} steps lately"
+            return f"drafting has lost {self.knowledge.account.lost:.0f} steps lately"
         return f"acceptance {acceptance:.2f}, break-even {break_even:.2f}: too little to gain"

@@ -97,7 +97,7 @@ def test_generate_prints_what_mlx_lm_prints():
 
 
 def test_generate_without_a_model_uses_the_demo():
-    result = run("generate", "--max-tokens", 12, "--stats", "text", "--require-spec")
+    result = run("generate", "--max-tokens", 6, "--stats", "text", "--require-spec")
     assert result.exit_code == 0
     assert "Speculation: nextn, auto depth (" in result.stderr
 

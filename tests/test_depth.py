@@ -6,31 +6,26 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_spec.costs import Account, Costs, Knowledge, Rates
+from mlx_spec.costs import ALLOWED, CAP, Account, Costs, Knowledge, Rates
 from mlx_spec.depth import Adaptive, Depth, Fixed
 from tests.depth_simulator import CURVES, TEXTS, Result, Run, compare, simulate
 
 SLOWEST = 1 / 0.97  # "never slower": any 500 tokens, against plain decoding
 REGRET = 1.05  # after 200 tokens, against the best fixed depth in hindsight
-# Where that is missed: what this one seed gave, rounded up. These pin today's behaviour, so that it
-# does not get worse unnoticed; other seeds miss it in other places (of 660 runs with six seeds 92
-# did, up to 1.67), and 12 of the 110 combinations do on the average of these six.
+# Where that is missed, with this seed: in texts that turn faster than a window of 32 drafts can
+# follow, on the made-up "jagged-late", where three dear depths come before one that pays, and where
+# the account of losses, which bounds SLOWEST, parks a drafter that had bad luck.
 MISSED = {
-    ("m4-pro", "0.3-0.9 drift"): 1.07,
-    ("m4-pro", "0.8/0.2 bursts"): 1.10,
-    ("m1-max", "0.75"): 1.10,
-    ("m5-max", "0.8/0.2 bursts"): 1.10,
-    ("moe", "0.75"): 1.08,
-    ("moe", "0.95"): 1.08,
-    ("big-vocabulary", "0.60"): 1.06,
-    ("big-vocabulary", "0.75"): 1.08,
-    ("big-vocabulary", "0.80"): 1.06,
-    ("jagged", "0.8/0.2 bursts"): 1.18,
+    ("m4-pro", "0.60"): 1.09,
+    ("m4-pro", "0.8/0.2 bursts"): 1.07,
+    ("m2-pro-low", "0.60"): 1.06,
+    ("m5-max", "0.8/0.2 bursts"): 1.09,
+    ("jagged", "0.8/0.2 bursts"): 1.07,
     ("jagged-late", "0.40"): 1.19,
-    ("jagged-late", "0.60"): 1.62,
-    ("jagged-late", "0.3-0.9 drift"): 1.21,
-    ("jagged-late", "0.9/0.1 switch"): 1.13,
-    ("jagged-late", "0.8/0.2 bursts"): 1.31,
+    ("jagged-late", "0.60"): 1.50,
+    ("jagged-late", "0.3-0.9 drift"): 1.24,
+    ("jagged-late", "0.9/0.1 switch"): 1.15,
+    ("jagged-late", "0.8/0.2 bursts"): 1.30,
 }
 
 
@@ -174,12 +169,17 @@ def test_the_first_round_after_a_change_is_not_timed():
 
 
 def test_rounds_that_could_not_be_timed_teach_acceptance_only():
+    """Then it goes on trying: some drafts, some plain rounds."""
     knowledge = Knowledge()
     depth = Adaptive(knowledge, 2)
-    run(depth, 40, cost=lambda n: None)
+    drafted = run(depth, 40, cost=lambda n: None)
     assert knowledge.costs.depths == []
-    assert depth.choose(500) == 0
     assert depth.state == "probing"
+    assert drafted == ([1] * 3 + [0] * 5) * 5
+
+
+def test_a_short_first_text_has_drafts_too():
+    assert run(Adaptive(Knowledge()), 2) == [1, 1]
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
@@ -324,9 +324,28 @@ class TestRates:
         assert (rates.right, rates.offered) == ([3.0, 3.0], [4.0, 4.0])
 
 
-def test_the_account_is_capped_and_regains_a_percent_of_a_step_a_token():
-    account = Account()
-    account.add(tokens=5, steps=1.0)
-    assert account.balance == 8.0
-    account.add(tokens=1, steps=3.0)
-    assert account.balance == pytest.approx(6.01)
+class TestAccount:
+    def test_gains_are_no_reserve(self):
+        account = Account()
+        account.add(tokens=5, steps=1.0)
+        assert account.balance == ALLOWED
+        account.add(tokens=1, steps=3.0)
+        assert account.balance == pytest.approx(ALLOWED - 2)
+
+    def test_a_loss_counts_for_500_tokens(self):
+        account = Account()
+        account.add(tokens=1, steps=1 + ALLOWED)
+        assert account.balance == pytest.approx(0)
+        for _ in range(499):
+            account.add(tokens=1, steps=1.0)
+        assert account.lost == pytest.approx(ALLOWED)
+        for _ in range(2):
+            account.add(tokens=1, steps=1.0)
+        assert account.lost == 0
+
+    def test_or_until_a_percent_of_a_step_a_token_has_made_up_for_it(self):
+        account = Account()
+        account.add(tokens=1, steps=1 + ALLOWED)
+        for _ in range(350):
+            account.add(tokens=1, steps=1.0)
+        assert account.balance == pytest.approx(CAP - ALLOWED + 3.51)
