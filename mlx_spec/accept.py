@@ -8,7 +8,7 @@ for the target's rows, `committed` when it is known which tokens stay.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
@@ -17,6 +17,8 @@ from mlx_spec.candidates import Candidates
 from mlx_spec.errors import BadArguments
 from mlx_spec.randomness import generator_state, integers, key_of_one_draw, set_generator_state
 from mlx_spec.sampling import Law, Parameters, Sampling, read_sampler
+
+Key = list[int] | mx.array  # a state of the generator; an array (2,) where it was not read yet
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Acceptance(Protocol):
         """Tokens from the target's logits (1, n+1, V); row k follows the first k drafts.
         A draft is accepted if it equals the token of its row and all before it did."""
 
-    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+    def committed(self, tokens: mx.array, key: Key | None) -> None:
         """These tokens (m,) stay; `key` is the generator's state after the last of them, None if
-        it is not known yet or is left alone."""
+        the law leaves it alone."""
 
     def leave(self, key: list[int] | None) -> None:
         """Generation ends here: leave the generator in state `key` (None: as it is)."""
@@ -114,7 +116,7 @@ class Greedy:
         logprobs = self.history.log_probabilities(logits, drafts)
         return Draws(greedy_sampler(logprobs), list(logprobs), [])
 
-    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+    def committed(self, tokens: mx.array, key: Key | None) -> None:
         self.history.add(tokens)
 
     def leave(self, key: list[int] | None) -> None:
@@ -133,25 +135,28 @@ class Stock:
     is under way starts from a state split off, or both would draw the same numbers.
 
     Attributes:
-        key: the generator's state before the next draw; None: as it is.
+        key: the generator's state before the next draw.
+        last: whose rounds the generator has followed since it was last set.
     """
 
     name: Law = "stock"
     under_way: ClassVar["WeakSet[Stock]"] = WeakSet()
+    last: ClassVar["ReferenceType[Stock] | None"] = None
 
     def __init__(self, sampler: Sampler, history: History):
         self.sampler = sampler
         self.history = history
         state = generator_state()
-        self.key: list[int] | None = integers(
-            mx.random.split(state)[1] if Stock.under_way else state
-        )
+        self.key: Key = integers(mx.random.split(state)[1] if Stock.under_way else state)
 
     def begin(self, n: int) -> None:
         Stock.under_way.add(self)
-        if n > 0 and self.key is None:
-            self.key = integers(generator_state())
-        self._restore(self.key)
+        if isinstance(self.key, mx.array):  # the generator is there, if nobody else has set it
+            if n == 0 and Stock.last is not None and Stock.last() is self:
+                return
+            self.key = integers(self.key)
+        Stock.last = ref(self)
+        set_generator_state(self.key)
 
     def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
         if isinstance(logits, Candidates):
@@ -159,7 +164,8 @@ class Stock:
         return self._draw_one(logits, drafts)[0]
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
-        self._restore(self.key)
+        if isinstance(self.key, list):
+            set_generator_state(self.key)
         tokens, logprobs, keys = [], [], []
         for row in range(logits.shape[1]):
             token, row_logprobs = self._draw_one(logits[:, row], drafts[:row])
@@ -168,18 +174,17 @@ class Stock:
             keys.append(generator_state())
         return Draws(mx.concatenate(tokens), logprobs, keys)
 
-    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+    def committed(self, tokens: mx.array, key: Key | None) -> None:
+        assert key is not None
         self.key = key
-        self._restore(key)
+        if isinstance(key, list):
+            set_generator_state(key)
         self.history.add(tokens)
 
     def leave(self, key: list[int] | None) -> None:
-        self._restore(key)
-        Stock.under_way.discard(self)
-
-    def _restore(self, key: list[int] | None) -> None:
         if key is not None:
             set_generator_state(key)
+        Stock.under_way.discard(self)
 
     def _draw_one(self, logits: mx.array, drafts: list[mx.array]) -> tuple[mx.array, mx.array]:
         logits = self.history.processed(logits, drafts)
@@ -200,6 +205,7 @@ class Keyed:
         self.parameters = parameters
         self.history = history
         self.key = key_of_one_draw()
+        Stock.last = None  # one that is under way has to set the generator again
         self.position = 0
 
     def keys(self, purpose: int, first: int, count: int) -> mx.array:
@@ -223,7 +229,7 @@ class Keyed:
         coins = self.coins(self.position + offset, logprobs.shape[0])
         return self.parameters.log_weights(logprobs, coins)
 
-    def committed(self, tokens: mx.array, key: list[int] | None) -> None:
+    def committed(self, tokens: mx.array, key: Key | None) -> None:
         self.position += tokens.size
         self.history.add(tokens)
 

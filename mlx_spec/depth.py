@@ -4,6 +4,7 @@ Adaptive depth maximises expected tokens per measured second over the depths 0 t
 is plain decoding: drafting is "parked" where it does not pay, and tried again now and then.
 """
 
+from collections import deque
 from typing import Literal, Protocol
 
 from mlx_spec.costs import Knowledge, Rates
@@ -92,7 +93,7 @@ class Adaptive:
         self._wait = FIRST_WAIT
         self._wake = 0  # parked until so many tokens
         self._came_back = 0  # at so many tokens
-        self._unpaid: list[tuple[int, int, int, float | None]] = []  # as plain steps are not known
+        self._unpaid: deque[tuple[int, int, int, float | None]] = deque(maxlen=64)  # yet
         self._check_after(FIRST_CHECK)
 
     def choose(self, context: int) -> int:

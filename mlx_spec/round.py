@@ -229,8 +229,8 @@ class Request:
         if self.depth.max > 0:
             self.unlearnt = newer if self.unlearnt is None else self.unlearnt.then(newer)
         self.pending = newer.tokens[-1:]
-        last_key = launched.keys[launched.accepted] if launched.keys else None
-        self.law.committed(newer.tokens, last_key)
+        keys = launched.keys or launched.draws.keys  # as they are where nothing was read yet
+        self.law.committed(newer.tokens, keys[launched.accepted] if keys else None)
 
     def undo(self, launched: Round) -> None:
         launched.transaction.abort()

@@ -1,7 +1,7 @@
 """The benchmark of `mlx-spec bench` on the demo models, made to cost like large ones.
 
     python scripts/bench_demos.py
-    python scripts/bench_demos.py --random-drafter --out docs/bench-random-drafter
+    python scripts/bench_demos.py --random-drafter --depths auto --out docs/bench-random-drafter
 
 The demo models have their MLPs widened (cost_padding.py), so that a step costs like that of a large
 model while the text, and with it the acceptance, stays the demo's. Written are OUT.json, a list of
@@ -10,6 +10,9 @@ results, and OUT.md, their tables, with two more columns:
     ideal       tokens per round over the cost of a round's forwards in steps: the ratio that the
                 forwards allow
     overhead    1 - ratio / ideal: what the loop adds, graphs that are built while the device waits
+
+A summary comes first: `auto` against the best fixed depth, chosen afterwards, and against stock.
+OUT-FAMILY/ gets the plots of each family.
 
 Wall times of a shared machine are noisy. Only the ratios mean something.
 """
@@ -30,6 +33,7 @@ from cost_padding import parameter_count, widen_mlps
 
 import mlx_spec
 from mlx_spec.bench.measure import DEPTHS, Plan, bench_loaded
+from mlx_spec.bench.plots import write_png
 from mlx_spec.bench.prompts import CLASSES, read_class
 from mlx_spec.bench.report import COLUMNS, as_markdown, number
 from mlx_spec.bench.result import Result, write_json, write_text
@@ -37,6 +41,7 @@ from mlx_spec.candidates import Candidates
 from mlx_spec.demo import MODELS, demo_model
 from mlx_spec.drafters import Drafter, Pick
 from mlx_spec.load import pairing_of
+from mlx_spec.options import draft_tokens
 
 OPENBLAS = [
     Path(f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0")
@@ -164,10 +169,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--mlp-width", type=int, default=6144, help="0: as stored")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-prompt-tokens", type=int, default=256, help="longer ones are cut")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--temp", type=float, default=0)
+    parser.add_argument(
+        "--depths", nargs="+", type=draft_tokens, default=list(DEPTHS), metavar="N|auto"
+    )
     parser.add_argument("--random-drafter", action="store_true", help="drafts that are no good")
     parser.add_argument("--out", type=Path, default=DOCS / "bench-demos", help="without suffix")
     return parser.parse_args(arguments)
@@ -176,7 +184,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(family: str, options: argparse.Namespace) -> Result:
     model, tokenizer = load(family, options.mlp_width, options.random_drafter)
     plan = Plan(
-        DEPTHS,
+        options.depths,
         options.max_tokens,
         options.repeats,
         temp=options.temp,
@@ -195,14 +203,41 @@ def measure(family: str, options: argparse.Namespace) -> Result:
     return Result(setting, result.rows)
 
 
+def summary(results: Sequence[Result]) -> str:
+    """In Markdown: of each prompt class, the ratios to stock of the best fixed depth and of auto,
+    medians of the repeats."""
+    lines = [
+        "| model | prompt | best fixed depth | ratio | auto | auto / best | state |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for result in results:
+        model = result.setting.model.partition(",")[0]
+        for auto in (row for row in result.rows if row.depth == "auto"):
+            rows = [r for r in result.rows if r.prompt_class == auto.prompt_class]
+            fixed = {r.depth: r.ratio for r in rows if isinstance(r.depth, int) and r.ratio}
+            assert auto.ratio is not None
+            compared = "| | "
+            if fixed:
+                best = max(fixed, key=lambda n: fixed[n])
+                compared = f"| {best} | {fixed[best]:.2f} "
+            against = f"{auto.ratio / max(fixed.values()):.2f}" if fixed else ""
+            lines.append(
+                f"| {model} | {auto.prompt_class} {compared}| {auto.ratio:.2f} | {against} "
+                f"| {auto.why or auto.state} |"
+            )
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     use_openblas()
     options = parse()
     with TemporaryDirectory() as cache:  # what earlier runs have taught `auto` does not count
         os.environ["XDG_CACHE_HOME"] = cache
         results = [measure(family, options) for family in options.families]
-    tables = "\n".join(as_markdown(result, WITH_OVERHEAD) for result in results)
+    tables = "\n".join([summary(results), *(as_markdown(r, WITH_OVERHEAD) for r in results)])
     name = options.out.name
+    for family, result in zip(options.families, results, strict=True):
+        write_png(result.as_dict(), options.out.with_name(f"{name}-{family}"))
     write_json(options.out.with_name(f"{name}.json"), [result.as_dict() for result in results])
     write_text(options.out.with_name(f"{name}.md"), tables)
     print(tables)

@@ -89,15 +89,31 @@ def test_a_random_drafter_is_asked_for_as_much_and_leaves_the_text_alone(family,
 
 def test_results_and_tables_are_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_demos, "use_openblas", lambda: None)
-    monkeypatch.setattr(bench_demos, "DEPTHS", (1, "auto"))
     monkeypatch.setenv("XDG_CACHE_HOME", "")  # put back at the end
     out = tmp_path / "two"
-    arguments = ["--classes", "code", "--mlp-width", "0", "--max-tokens", "4", "--repeats", "1"]
+    arguments = [
+        "--depths",
+        "1",
+        "auto",
+        "--classes",
+        "code",
+        "--mlp-width",
+        "0",
+        "--max-tokens",
+        "4",
+        "--repeats",
+        "1",
+    ]
     monkeypatch.setattr(
         sys, "argv", ["bench_demos.py", *arguments, "--max-prompt-tokens", "8", "--out", str(out)]
     )
     bench_demos.main()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["two.json", "two.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "two-gemma4",
+        "two-qwen3.5",
+        "two.json",
+        "two.md",
+    ]
     results = json.loads(out.with_suffix(".json").read_text())
     assert [result["setting"]["drafter"] for result in results] == [
         "tiny-qwen3.5-nextn",
@@ -113,6 +129,8 @@ def test_results_and_tables_are_written(tmp_path, monkeypatch, capsys):
         ]
     tables = out.with_suffix(".md").read_text()
     assert tables.count("| overhead |") == 2
+    assert [line.split("|")[2].strip() for line in tables.splitlines()[2:4]] == ["code", "code"]
+    assert (tmp_path / "two-qwen3.5" / "speed.png").stat().st_size > 1000
     assert capsys.readouterr().out == tables + "\n"
 
 

@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_spec
 from mlx_spec import knowledge
-from mlx_spec.accept import History, Stock
+from mlx_spec.accept import History, Stock, make_law
 from mlx_spec.depth import Fixed
 from mlx_spec.round import CATCH_UP, Request, Round, speculate
 from mlx_spec.sliding_window import settled
@@ -232,21 +232,37 @@ def test_the_drafter_keeps_up_while_nothing_is_drafted(name):
     assert_same_caches(parked.draft_caches, alike.draft_caches, 1e-4)
 
 
-def test_a_generation_in_stocks_order_of_random_numbers_while_another_is_under_way():
-    """Rounds without drafts go on from where the generator is."""
+@pytest.mark.parametrize("others", ["none", "in turns", "one in between", "another law"])
+def test_stocks_random_numbers_while_another_generation_is_under_way(others):
+    """Rounds without drafts go on from where the generator is, unless another one has set it."""
     p = pair(NAME)
     sampler = make_sampler(1.0)
     mx.random.seed(3)
     expected = [
         t for t, _ in generate_step(mx.array(p.prompt), p.model, sampler=sampler, max_tokens=30)
     ]
+
+    def started(depths):
+        law = Stock(sampler, History(None, mx.array(p.prompt, mx.uint32)))
+        request = make_request(p, p.prompt, 3, law=law)
+        request.depth = Turns(depths)
+        return speculate(request, mx.default_stream(mx.default_device()), 30, SpecStats())
+
     mx.random.seed(3)
-    request = make_request(
-        p, p.prompt, 3, law=Stock(sampler, History(None, mx.array(p.prompt, mx.uint32)))
-    )
-    request.depth = Turns()
-    generation = speculate(request, mx.default_stream(mx.default_device()), 30, SpecStats())
-    assert [token for token, *_ in generation] == expected
+    generation = started(PATTERN)
+    got, other = [next(generation)[0]], []
+    second = started([0])
+    for at, (token, *_) in enumerate(generation):
+        got.append(token)
+        if others == "in turns" and at < 25:
+            other.append(next(second)[0])
+        if others == "one in between" and at == 12:
+            other.extend(token for token, *_ in second)
+        if others == "another law" and at % 3 == 0:
+            make_law(sampler, None, mx.array(p.prompt))  # takes one draw
+    second.close()
+    assert got == expected
+    assert others == "none" or sum(a == b for a, b in zip(got, other, strict=False)) < 10
 
 
 def test_fixed_depth_computes_the_same_rows_each_time():

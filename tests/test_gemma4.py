@@ -301,7 +301,7 @@ def test_the_demo_assistant_is_trained(ordered):
     head = copy.copy(p.drafter.head)
     assert head.args.use_ordered_embeddings
     head.args = replace(head.args, use_ordered_embeddings=ordered)
-    hits, positions = 0, range(100, 1000, 3)
+    hits, positions = 0, range(100, 1000, 9)
     for newest in positions:
         rows = {kind: tuple(x[:, :, :newest] for x in kv.rows[kind]) for kind in KINDS}
         rows["sliding_attention"] = tuple(x[:, :, -window:] for x in rows["sliding_attention"])
