@@ -1,6 +1,7 @@
 """The state of mlx's global random generator: two 32-bit words, a function of the seed and of the
 number of draws since."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -16,7 +17,8 @@ def generator_state() -> mx.array:
 def set_generator_state(words: list[int]) -> None:
     """A seed is the state that it leads to, so this restores one exactly."""
     high, low = words
-    mx.random.seed(high << 32 | low)
+    if not sys.is_finalizing():  # at Python's end mlx's generator is gone before ours are closed
+        mx.random.seed(high << 32 | low)
 
 
 def key_of_one_draw() -> mx.array:

@@ -115,7 +115,8 @@ def test_the_text_and_what_is_left_are_stocks(name, sampling, turns):
     assert_same_caches(own, caches, RING if "gemma" in name else 0)
     (depth,) = turns
     drafted = [drafted for drafted, *_ in depth.observed]
-    assert drafted[:8] == PATTERN[:8]
+    first = 0 if "gemma" in name else PATTERN[0]  # the assistant does not learn from the prompt
+    assert drafted[:8] == [first, *PATTERN[1:8]]
     assert sum(accepted + 1 for _, accepted, *_ in depth.observed) == 60
     assert sum(drafted for drafted, *_ in depth.observed) > 20
     if sampling == "greedy":
@@ -236,7 +237,7 @@ def test_the_drafter_keeps_up_while_nothing_is_drafted(name):
 def test_stocks_random_numbers_while_another_generation_is_under_way(others):
     """Rounds without drafts go on from where the generator is, unless another one has set it."""
     p = pair(NAME)
-    sampler = make_sampler(1.0)
+    sampler = make_sampler(4.0)  # the model is very sure of itself
     mx.random.seed(3)
     expected = [
         t for t, _ in generate_step(mx.array(p.prompt), p.model, sampler=sampler, max_tokens=30)

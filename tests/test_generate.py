@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import inspect
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx_lm
@@ -219,3 +221,19 @@ def test_binding_leaves_the_stock_function_alone():
     assert [r.token for r in copy(p.model, p.tokenizer, p.prompt, 1, object())] == [5]
     assert stock.stream_generate.__globals__["speculative_generate_step"] is not step
     assert inspect.signature(copy) == inspect.signature(stock.stream_generate)
+
+
+@pytest.mark.parametrize("sampling", ["stock", "seed"])
+def test_a_program_may_end_in_the_middle_of_a_generation(sampling):
+    program = f"""
+import mlx_spec
+from mlx_lm.sample_utils import make_sampler
+model, tokenizer = mlx_spec.load({str(checkpoint_path(P))!r})
+generation = mlx_spec.stream_generate(
+    model, tokenizer, [5, 6], sampler=make_sampler(0.8), sampling={sampling!r}, num_draft_tokens=3
+)
+for _ in range(3):
+    next(generation)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
