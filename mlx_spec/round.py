@@ -134,8 +134,9 @@ class Request:
     def prefill(self, step: int, progress: Callable[[int, int], None]) -> None:
         """Run all of the prompt but its last token, `step` tokens at a time, through the target
         and, shifted by one, through the drafter. The newest pair is left for the first draft.
-        A drafter that does not learn gets no pair: hidden states would cost what mlx-lm leaves out
-        in a prefill, which are more than half of the layers where these share keys and values.
+        For a drafter that does not learn only the last hidden state is computed: those of all rows
+        would cost what mlx-lm leaves out in a prefill, which is more than half of the layers where
+        layers share keys and values.
         A prompt may come in parts: `pending` is then the last token of one and the next part."""
         prompt, done = self.pending, 0
         total = prompt.size
@@ -145,11 +146,19 @@ class Request:
             transaction = Transaction(self.target, self.caches)
             position = self.drafter.position(self.draft_caches)
             try:
-                hidden = transaction.prefill(prompt[done : done + rows])
-                self.kv_quantization.apply(self.caches)
+                chunk = prompt[done : done + rows]
                 newest = None
                 if self.drafter.learns:
+                    hidden = transaction.prefill(chunk)
                     newest = self._prime(Pairs(prompt[done + 1 : done + 1 + rows], hidden))
+                elif done + rows < total - 1:
+                    transaction.prefill(chunk)
+                else:
+                    if rows > 1:
+                        transaction.prefill(chunk[:-1])
+                    newest = Pairs(prompt[-1:], transaction.prefill(chunk[-1:]))
+                    mx.async_eval(newest.hidden)
+                self.kv_quantization.apply(self.caches)
                 mx.eval([c.state for c in self.caches + self.draft_caches])
             except BaseException:
                 transaction.abort()

@@ -120,7 +120,10 @@ def test_generate_says_why_nothing_was_drafted(model_dir):
     ],
 )
 def test_require_spec(options, words):
-    result = run("generate", "--model", TRAINED, "--require-spec", "-p", "a", *options)
+    result = run(
+        "generate", "--model", TRAINED, "--require-spec", "-p", "a",
+        *(["--num-draft-tokens", 3, *options]),
+    )  # fmt: skip
     assert_one_sentence(result, 3, words)
 
 
@@ -129,7 +132,7 @@ def test_a_drafter_directory_by_name(model_dir, tmp_path):
     strip_head(model_dir)
     result = run(
         "generate", "--model", model_dir, "--draft-model", tmp_path / "d", "-m", 9,
-        "--require-spec", "--stats", "json",
+        "--num-draft-tokens", 3, "--require-spec", "--stats", "json",
     )  # fmt: skip
     assert result.exit_code == 0
     assert json.loads(result.stderr.splitlines()[-1])["draft_n"] > 0
@@ -247,8 +250,9 @@ def test_a_prompt_cache_file_brings_its_model(tmp_path):
     theirs = subprocess.run(
         [sys.executable, "-m", "mlx_lm", "generate", *options], capture_output=True, check=True
     )
+    required = ["--num-draft-tokens", "3", "--require-spec"]
     ours = subprocess.run(
-        [sys.executable, "-m", "mlx_spec", "generate", *options, "--require-spec"],
+        [sys.executable, "-m", "mlx_spec", "generate", *options, *required],
         capture_output=True,
         check=True,
     )

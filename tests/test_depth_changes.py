@@ -115,8 +115,7 @@ def test_the_text_and_what_is_left_are_stocks(name, sampling, turns):
     assert_same_caches(own, caches, RING if "gemma" in name else 0)
     (depth,) = turns
     drafted = [drafted for drafted, *_ in depth.observed]
-    first = 0 if "gemma" in name else PATTERN[0]  # the assistant does not learn from the prompt
-    assert drafted[:8] == [first, *PATTERN[1:8]]
+    assert drafted[:8] == PATTERN[:8]
     assert sum(accepted + 1 for _, accepted, *_ in depth.observed) == 60
     assert sum(drafted for drafted, *_ in depth.observed) > 20
     if sampling == "greedy":
@@ -132,7 +131,7 @@ def test_the_text_and_what_is_left_are_stocks(name, sampling, turns):
     ]
 
 
-@pytest.mark.parametrize("yields", range(1, 15))
+@pytest.mark.parametrize("yields", [*range(1, 8), 10, 13])
 @pytest.mark.parametrize(("name", "sampling"), [(NAME, "stock"), (GEMMA, "greedy")])
 def test_closed_after_any_token(name, sampling, yields, turns):
     (expected, caches, state), (got, own, own_state) = both(name, sampling, 40, yields)
@@ -153,7 +152,7 @@ class Interrupt(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError, Interrupt])
 @pytest.mark.parametrize("method", ["launch", "read", "commit"])
-@pytest.mark.parametrize("call", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("call", [1, 3, 5])
 def test_after_an_error_anywhere_the_caches_go_on_as_plain_decoding(
     method, call, error, monkeypatch
 ):
