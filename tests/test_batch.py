@@ -248,7 +248,7 @@ def test_an_end_token_at_any_index_of_an_accepted_block(name):
 def test_a_stop_sequence_that_spans_rounds(name):
     p = pair(name)
     generated = text_of(name)[len(p.prompt) :]
-    for begin in range(8):
+    for begin in (0, 3, 6):
         stop = StopSequences([[1, 2, 3], generated[begin : begin + 3]])
         ours = compare(p, {0: insert(p.prompt, stop_sequences=stop)}, always_right(name))
         assert ours.ended[0].finish_reason == "stop"
@@ -296,7 +296,7 @@ def test_another_arrives_and_outlives_it(name):
 @BOTH
 def test_a_hand_over_at_any_index_of_an_accepted_block(name):
     p = pair(name)
-    for at in range(3, 10):
+    for at in (3, 4, 6, 9):
         events = {0: insert(p.prompt, 10), at: insert(p.prompt[:2], 1)}
         compare(p, events, always_right(name))
 
@@ -427,7 +427,7 @@ def test_copies_at_the_ends_of_segments(name):
 def test_a_copy_at_any_time_and_of_all_sequences(name):
     """In the prompt, before the first token, in a block; another one waits meanwhile."""
     p = pair(name)
-    for at in range(1, 7):
+    for at in (1, 3, 4, 6):
         events = {
             0: insert(p.prompt, 12),
             at: lambda g: (insert(p.prompt[:2], 1)(g), extract(0, 1)(g))[1],
@@ -440,7 +440,7 @@ def test_a_copy_at_any_time_and_of_all_sequences(name):
 def test_removed_at_any_time(name, caches):
     """In the prompt, before the first token, in a block; then another one comes."""
     p = pair(name)
-    for at in range(1, 8):
+    for at in (1, 3, 4, 6):
         events = {
             0: insert(p.prompt, 20),
             at: remove(0, caches=caches),
@@ -455,7 +455,7 @@ def test_removed_at_any_time(name, caches):
 def test_removing_leaves_the_generator_of_random_numbers_as_mlx_lm_leaves_it():
     p = pair(NAME)
     sampler = make_sampler(0.8, top_p=0.9)
-    for at in range(1, 7):
+    for at in (1, 3, 5):
         events = {
             0: insert(p.prompt, 20, samplers=sampler),
             at: lambda g: (remove(0)(g), mx.random.state[0].tolist())[1],

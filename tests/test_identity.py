@@ -206,7 +206,7 @@ def test_random_heads_with_their_own_proposals(name):
     assert got[-1].spec.drafted > FEWER_TOKENS
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", [1, 5])
 @pytest.mark.parametrize("script", ["perfect", "always the same", "random"])
 @pytest.mark.parametrize("sampling", ["greedy", "frequency"])
 def test_a_drafter_made_wrong_on_purpose(script, sampling, depth):
@@ -243,7 +243,7 @@ def test_quantised_kv_cache(kv_bits, start):
     p = pair("qwen3-5-trained")
     quantised = {"kv_bits": kv_bits, "kv_group_size": 32, "quantized_kv_start": start}
     expected = run(mlx_lm.stream_generate, p, "greedy", **quantised)
-    for depth in DEPTHS:
+    for depth in (1, 5):
         got = run(
             mlx_spec.stream_generate,
             p,
@@ -292,7 +292,7 @@ def test_the_cap_is_exact(max_tokens):
     assert got[-1].spec.drafted <= max_tokens - 1
 
 
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 5, 8, 11])
 @pytest.mark.parametrize(
     ("name", "depth"), [("qwen3-5-trained", 3), ("qwen3-5-trained", 5), ("gemma4-dense-trained", 5)]
 )

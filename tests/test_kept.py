@@ -135,7 +135,7 @@ def test_three_turns(name):
 
 @BOTH
 def test_after_a_turn_of_any_length(name):
-    for max_tokens in range(1, 7):
+    for max_tokens in (1, 2, 4, 6):
         caches, history = kept_cache(name, max_tokens)
         assert_as_fresh(name, caches, history, [5], 4)
 
@@ -149,7 +149,7 @@ def test_after_a_turn_that_ends_within_a_block(name, end):
     p = pair(name)
     text = stock_turn(name, new_cache(name), p.prompt)
     within = 0
-    for yields in range(1, 8):
+    for yields in (1, 2, 4, 7):
         caches, got = new_cache(name), []
         try:
             if end == "end token":

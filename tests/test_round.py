@@ -76,7 +76,7 @@ def plain_caches(name, fed):
     return PlainRun(pair(name), greedy_text(name)).upto(fed)[0]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("name", [*RANDOM, *TRAINED, *DEMOS, *GEMMA_RANDOM, *GEMMA_TRAINED])
 def test_after_every_round_caches_are_those_of_a_plain_run(name, depth):
     """For every accepted count from 0 to n, chosen by making the proposals wrong from there on."""
@@ -150,7 +150,7 @@ def assert_goes_on(p, cache, text, fed):
 
 
 @pytest.mark.parametrize("sampler", [None, make_sampler(0.8, top_p=0.9)])
-@pytest.mark.parametrize("yields", range(1, 14))
+@pytest.mark.parametrize("yields", [1, 2, 3, 4, 5, 8, 13])
 @BOTH
 def test_closed_after_any_token_it_leaves_what_stock_leaves(name, yields, sampler):
     p = pair(name)

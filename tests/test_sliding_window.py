@@ -234,7 +234,7 @@ def test_the_text_of_stock_far_past_the_window(name, window):
     assert_same_caches(*kept)
 
 
-@pytest.mark.parametrize("prefill_step_size", [1, 5, WINDOW, 2048])
+@pytest.mark.parametrize("prefill_step_size", [5, 2048])
 @pytest.mark.parametrize("length", [WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
 def test_prompts_around_the_window_in_chunks_of_any_size(length, prefill_step_size):
     p = pair("gemma4-dense-trained")
