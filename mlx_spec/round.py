@@ -142,21 +142,20 @@ class Request:
         total = prompt.size
         progress(0, total)
         while total - done > 1:
-            rows = min(step, total - done - 1)
+            left = total - done - 1
+            rows = min(step, left)
+            held_back = not self.drafter.learns and rows == left > 1
+            rows -= held_back  # the last row goes alone
             transaction = Transaction(self.target, self.caches)
             position = self.drafter.position(self.draft_caches)
             try:
-                chunk = prompt[done : done + rows]
+                hidden = transaction.prefill(prompt[done : done + rows])
                 newest = None
+                pairs = Pairs(prompt[done + 1 : done + 1 + rows], hidden)
                 if self.drafter.learns:
-                    hidden = transaction.prefill(chunk)
-                    newest = self._prime(Pairs(prompt[done + 1 : done + 1 + rows], hidden))
-                elif done + rows < total - 1:
-                    transaction.prefill(chunk)
-                else:
-                    if rows > 1:
-                        transaction.prefill(chunk[:-1])
-                    newest = Pairs(prompt[-1:], transaction.prefill(chunk[-1:]))
+                    newest = self._prime(pairs)
+                elif done + rows == total - 1:
+                    newest = pairs
                     mx.async_eval(newest.hidden)
                 self.kv_quantization.apply(self.caches)
                 mx.eval([c.state for c in self.caches + self.draft_caches])
@@ -167,7 +166,8 @@ class Request:
             transaction.keep_all()
             self.unlearnt = newest
             done += rows
-            progress(done, total)
+            if not held_back:
+                progress(done, total)
             mx.clear_cache()
         self.pending = prompt[-1:]
 

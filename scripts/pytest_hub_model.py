@@ -8,6 +8,7 @@ import mlx_lm.utils
 import pytest
 
 from mlx_spec import plugin
+from mlx_spec.options import SpecOptions
 from mlx_spec.run import Tally
 
 
@@ -22,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tally = None
     if config.getoption("--mlx-spec"):
         tally = Tally()
-        plugin.install(tally.add)
+        plugin.install(tally.add, SpecOptions(3, sampling="stock"))
     config.pluginmanager.register(Recorder(config.getoption("--results"), tally))
 
 

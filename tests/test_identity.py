@@ -20,7 +20,7 @@ from models import (
     right,
 )
 
-TOKENS = 200
+TOKENS = 120
 GEMMA_TOKENS = 100
 FEWER_TOKENS = 80
 DEPTHS = [1, 2, 3, 5]
