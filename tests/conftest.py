@@ -10,9 +10,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """What is measured in tests stays there."""
+    path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        patch.setenv("XDG_CACHE_HOME", str(path))
+        yield path
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured_yet(own_cache):
+    """A program that a test starts begins with a few drafts, not with what another test found."""
+    shutil.rmtree(own_cache, ignore_errors=True)
 
 
 @pytest.fixture

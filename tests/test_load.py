@@ -524,6 +524,7 @@ def test_a_repository_that_is_not_here(tmp_path):
 def generate_with_a_drafter_from(endpoint, home, draft_model):
     model = checkpoint_path("gemma4-e2b-trained")
     options = ["--model", str(model), "--draft-model", draft_model, "--ignore-chat-template"]
+    options += ["--num-draft-tokens", "2"]
     return subprocess.run(
         [sys.executable, "-m", "mlx_spec", "generate", *options, "-m", "8", "--stats", "text"],
         env=os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint},
