@@ -25,6 +25,7 @@ from mlx_spec.bench.verify import DEPTHS as VERIFY_DEPTHS
 from mlx_spec.bench.verify import Plan as VerifyPlan
 from mlx_spec.bench.verify import verify
 from mlx_spec.conversion import DTYPES, convert
+from mlx_spec.convert.quantize import MODES
 from mlx_spec.enable import disable, enable
 from mlx_spec.errors import SpecError, one_line
 from mlx_spec.generate import bound, stream_generate
@@ -236,6 +237,11 @@ def demo_command(
 @click.option("-q", "--quantize", is_flag=True, help="Quantise the drafter.")
 @click.option("--q-bits", type=int, help="Bits per weight. Default: 8.")
 @click.option("--q-group-size", type=int, help="Weights per scale. Default: 64.")
+@click.option(
+    "--q-mode",
+    type=click.Choice(MODES),
+    help="As mlx_lm.convert has them; all but affine fix the bits and groups. Default: affine.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPES)),

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.quantize import DEFAULT_BITS, DEFAULT_GROUP_SIZE, quantize_head
+from mlx_spec.convert.quantize import quantize_head
 from mlx_spec.convert.tokenizer import compare_tokenizers
 from mlx_spec.convert.write import check_out, write_drafter
 from mlx_spec.errors import Incompatible, SpecError
@@ -45,7 +45,7 @@ class Report:
 
     def as_text(self) -> str:
         """Lines for people."""
-        packed = f", {self.quantization['bits']} bits" if self.quantization else ""
+        packed = f", {_kind(self.quantization)}" if self.quantization else ""
         norms = f"; norms by {self.norm_evidence}" if self.norm_evidence else ""
         lines = [
             f"Wrote {self.out}: {self.tensors} tensors, {self.parameters / 1e6:.2f} M parameters"
@@ -56,6 +56,10 @@ class Report:
             lines.append(self.pairing)
         if self.unused:
             lines.append(f"Not used: {', '.join(self.unused)}")
+        if self.quantization and self.quantization["bits"] < 8:
+            lines.append(
+                "With fewer than 8 bits a drafter may be right less often: check it with --probe"
+            )
         return "\n".join(lines)
 
 
@@ -67,6 +71,7 @@ def convert(
     quantize: bool = False,
     q_bits: int | None = None,
     q_group_size: int | None = None,
+    q_mode: str | None = None,
     dtype: str | None = None,
 ) -> Report:
     """Writes the drafter directory of the drafter in `source`.
@@ -77,9 +82,7 @@ def convert(
         out: directory to write; an existing one is replaced if it is a drafter directory.
         model: directory of the model that the drafter is for, to check that it fits.
         quantize: pack the matrices.
-        q_bits: bits per weight of packed matrices. Default: 8, since heads of 4 bits have been
-            reported to lose most of their acceptance.
-        q_group_size: weights that share one scale. Default: 64.
+        q_bits, q_group_size, q_mode: as `quantize_head`. Default: 8 bits, affine.
         dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
 
     Raises:
@@ -91,7 +94,7 @@ def convert(
     source, out = Path(source).expanduser(), Path(out).expanduser()
     if dtype is not None and dtype not in DTYPES:
         raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if (q_bits is not None or q_group_size is not None) and not quantize:
+    if not quantize and (q_bits, q_group_size, q_mode) != (None, None, None):
         raise SpecError("how to quantise was given without asking to quantise: do both or neither")
     checkpoint = Checkpoint.open(source)
     check_out(out, source)
@@ -100,12 +103,10 @@ def convert(
     if model is not None and family.has_head(checkpoint):
         pairing = _check_pairing(checkpoint, Path(model).expanduser())
     head = family.read_head(checkpoint, DTYPES[dtype] if dtype else None)
-    parameters = sum(value.size for value in head.weights.values())
+    parameters = sum(parameter.size for parameter in head.weights.parameters.values())
     if quantize:
         module = family.build(head.config, head.weights)
-        bits = DEFAULT_BITS if q_bits is None else q_bits
-        group_size = DEFAULT_GROUP_SIZE if q_group_size is None else q_group_size
-        head = quantize_head(head, module, bits, group_size)
+        head = quantize_head(head, module, q_bits, q_group_size, q_mode or "affine")
     config = write_drafter(head, out)
     return Report(
         out=out,
@@ -118,6 +119,11 @@ def convert(
         quantization=config.get("quantization"),
         pairing=pairing,
     )
+
+
+def _kind(quantization: dict[str, Any]) -> str:
+    mode = quantization.get("mode", "affine")
+    return f"{quantization['bits']} bits" if mode == "affine" else mode
 
 
 def _check_pairing(drafter: Checkpoint, model: Path) -> str:

@@ -220,7 +220,7 @@ def find_drafter(model_path: Path) -> Found:
     places = [model_path.absolute(), model_path.resolve()]
     fitting, passed_over = [], []
     for path in sorted({p for own in places for p in own.parent.glob(family.siblings)}):
-        if path in places:
+        if path in places or path.name.startswith("."):  # the latter by a killed `convert`
             continue
         if fault := _why_unfit(path, model):
             passed_over.append(f"{path.name} beside it does not fit: {fault}")
@@ -269,7 +269,7 @@ def read_drafter(path: str | Path, target: Target) -> Head:
 
 def build_head(source: Head) -> Any:
     """The module of a drafter that was read, quantised as its weights are."""
-    weights = source.weights
+    weights = dict(source.weights)
     with untouched_generator():
         head = family_of_head(source).build(source.config, weights)
 

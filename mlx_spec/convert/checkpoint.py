@@ -11,12 +11,22 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.convert.header import PREFIX_BYTES, Header, Tensor, header_bytes, parse_header
+from mlx_spec.convert.header import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    Header,
+    Tensor,
+    header_bytes,
+    parse_header,
+)
 from mlx_spec.errors import CheckpointError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+
+MAX_JSON_BYTES = MAX_HEADER_BYTES
+MAX_TENSOR_BYTES = 2**36
 
 # BF16 comes as its bits, F8_E4M3 as its codes.
 NUMPY = {
@@ -153,11 +163,23 @@ class Checkpoint:
         Raises:
             CheckpointError: as `tensor`, or a type of number that is not supported.
         """
+        values = self.read_stored(name)
+        if self.tensor(name).dtype == "F8_E4M3":
+            return mx.from_fp8(values, mx.bfloat16)
+        return values
+
+    def read_stored(self, name: str) -> mx.array:
+        """As `read`, but fp8 as its codes, in uint8."""
         tensor = self.tensor(name)
         if tensor.dtype not in NUMPY:
             raise CheckpointError(
                 f"{name} in {self.path / tensor.file} is stored as {tensor.dtype}, "
                 "which is not supported: convert from the original repository"
+            )
+        if tensor.nbytes > MAX_TENSOR_BYTES:
+            raise CheckpointError(
+                f"{name} in {self.path / tensor.file} has {tensor.nbytes} bytes, and the limit is "
+                f"{MAX_TENSOR_BYTES}: such drafters are unknown"
             )
         data = self.files.read(tensor.file, tensor.begin, tensor.end)
         if len(data) != tensor.nbytes:
@@ -169,8 +191,6 @@ class Checkpoint:
         values = mx.array(np.frombuffer(data, NUMPY[tensor.dtype]).reshape(tensor.shape))
         if tensor.dtype == "BF16":
             return values.view(mx.bfloat16)
-        if tensor.dtype == "F8_E4M3":
-            return mx.from_fp8(values, mx.bfloat16)
         return values
 
     def _read_json(self, name: str) -> dict[str, Any]:
@@ -178,10 +198,15 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} has no {name}: download it from the repository of the weights"
             )
-        data = self.files.read(name, 0, self.files.size_bytes(name))
+        if (size := self.files.size_bytes(name)) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{self.path / name} has {size} bytes, and the limit is {MAX_JSON_BYTES}; "
+                "download it again"
+            )
+        data = self.files.read(name, 0, size)
         try:
             value = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path / name} is not JSON ({error}); download it again"
             ) from error

@@ -4,7 +4,8 @@ Formula: `weight_dequant` in the inference code of DeepSeek-V3. The last blocks 
 may be cut off.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import product
 
 import mlx.core as mx
 
@@ -37,23 +38,42 @@ def pair_scales(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, str
     return scales
 
 
-def read(checkpoint: Checkpoint, weight: str, scale: str) -> mx.array:
-    """The weight in float32."""
-    return dequantise(checkpoint.read(weight), checkpoint.read(scale), _block(checkpoint))
+def dequantise(
+    codes: mx.array,
+    scale: mx.array,
+    block: tuple[int, int],
+    rows: slice,
+    dtype: mx.Dtype,
+    cast: Callable[[mx.array], mx.array],
+) -> mx.array:
+    """The given rows of a weight, one row of blocks at a time, as float32 is four times as large.
 
+    Args:
+        codes: (..., R, C), not decoded.
+        scale: (..., R / block, C / block), rounded up.
+        cast: makes `dtype` of float32.
 
-def dequantise(codes: mx.array, scale: mx.array, block: tuple[int, int]) -> mx.array:
-    """Args: codes (..., R, C), decoded; scale (..., R / block, C / block), rounded up.
-
-    Returns: (..., R, C) in float32.
+    Returns: (..., rows, C) in `dtype`.
     """
-    rows, columns = codes.shape[-2:]
-    grid = mx.repeat(scale.astype(mx.float32), block[0], axis=-2)
-    grid = mx.repeat(grid, block[1], axis=-1)
-    return codes.astype(mx.float32) * grid[..., :rows, :columns]
+    *batch, _, columns = codes.shape
+    codes, scale = codes.reshape(-1, *codes.shape[-2:]), scale.reshape(-1, *scale.shape[-2:])
+    values = mx.zeros((len(codes), rows.stop - rows.start, columns), dtype)
+    blocks = range(rows.start // block[0], -(-rows.stop // block[0]))
+    for matrix, i in product(range(len(codes)), blocks):
+        first, last = max(rows.start, i * block[0]), min(rows.stop, (i + 1) * block[0])
+        factors = mx.repeat(scale[matrix, i].astype(mx.float32), block[1])[:columns]
+        part = mx.from_fp8(codes[matrix, first:last], mx.float32) * factors
+        values[matrix, first - rows.start : last - rows.start] = cast(part)
+        mx.eval(values)  # in place
+    return values.reshape(*batch, -1, columns)
 
 
-def _block(checkpoint: Checkpoint) -> tuple[int, int]:
+def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Rows and columns of a block.
+
+    Raises:
+        CheckpointError: config.json does not say.
+    """
     block = checkpoint.section("quantization_config").get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2:
         raise CheckpointError(
@@ -64,7 +84,7 @@ def _block(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _check_shapes(checkpoint: Checkpoint, weight: str, scale: str) -> None:
-    rows_per_block, columns_per_block = _block(checkpoint)
+    rows_per_block, columns_per_block = block_size(checkpoint)
     *batch, rows, columns = checkpoint.tensor(weight).shape
     expected = (*batch, -(-rows // rows_per_block), -(-columns // columns_per_block))
     if (shape := checkpoint.tensor(scale).shape) != expected:

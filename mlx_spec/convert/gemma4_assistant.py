@@ -6,6 +6,7 @@ only the configuration needs work.
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_lm.models import gemma4, gemma4_text
 from mlx_spec.convert import match
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head, Provenance, check_format_version
+from mlx_spec.convert.weights import Parameter, Weights, cast
 from mlx_spec.drafters import gemma4_assistant as drafter
 from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant, ModelArgs
 from mlx_spec.errors import CheckpointError, NoDrafter
@@ -50,7 +52,8 @@ def has_head(checkpoint: Checkpoint) -> bool:
 
 
 def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
-    """Reads an assistant as it was released, as MLX packed it, or as we wrote it.
+    """Reads an assistant as it was released, as MLX packed it, or as we wrote it; a tensor when
+    its parameter is asked for.
 
     Args:
         checkpoint: what to read from.
@@ -70,21 +73,27 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
         )
     check_format_version(checkpoint)
     config, recipes = _match(checkpoint)
-    weights = {}
-    for key in recipes:
-        value = checkpoint.read(key)
-        if dtype is not None and mx.issubdtype(value.dtype, mx.floating):
-            value = value.astype(dtype)
-        weights[key] = value
-    if ORDERING in weights:
-        _check_ordering(checkpoint, weights[ORDERING])
     origin = Provenance(
         source=str(checkpoint.path),
         files=tuple(sorted({checkpoint.tensor(key).file for key in recipes})),
         used=tuple(sorted(recipes)),
         unused=tuple(sorted(set(checkpoint.names) - recipes.keys())),
     )
-    return Head(config, weights, origin)
+    return Head(config, _weights(checkpoint, recipes, dtype), origin)
+
+
+def _weights(checkpoint: Checkpoint, recipes: match.Recipes, dtype: mx.Dtype | None) -> Weights:
+    def make(name: str, to: mx.Dtype) -> mx.array:
+        value = cast(checkpoint.read(name), to, f"{name} in {checkpoint.path}")
+        if name == ORDERING:
+            _check_ordering(checkpoint, value)
+        return value
+
+    parameters = {}
+    for name, recipe in recipes.items():
+        to = match.INTEGERS.get(recipe.dtype) or dtype or match.FLOATS[recipe.dtype]
+        parameters[name] = Parameter(recipe.shape, to, partial(make, name, to))
+    return Weights(parameters)
 
 
 def build(config: dict[str, Any], weights: Iterable[str]) -> Gemma4Assistant:

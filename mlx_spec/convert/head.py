@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.weights import Weights
 from mlx_spec.errors import Incompatible
 
 FORMAT_VERSION = 1
@@ -34,12 +33,12 @@ class Head:
     Attributes:
         config: the drafter's config.json. Its `mlx_spec` block holds what the family has to say:
             how norms are stored in `weights`, and what its module wants to know.
-        weights: exactly the parameters of its module.
+        weights: exactly the parameters of its module, made when they are asked for.
         provenance: where they came from.
     """
 
     config: dict[str, Any]
-    weights: dict[str, mx.array]
+    weights: Weights
     provenance: Provenance
 
 

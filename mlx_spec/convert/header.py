@@ -6,15 +6,23 @@ https://huggingface.co/docs/safetensors
 
 import json
 import math
+import reprlib
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from mlx_spec.errors import CheckpointError
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_TENSORS = 500_000
+MAX_NAME = 1000
+MAX_RANK = 8
+MAX_DIMENSION = 2**31 - 1  # mlx counts in 32 bits
+MAX_BYTES = 2**63 - 1
 
 BITS = {
     "BOOL": 8,
@@ -23,7 +31,11 @@ BITS = {
     "F8_E4M3": 8,
     "F8_E5M2": 8,
     "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
     "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
     "U16": 16,
     "I16": 16,
     "F16": 16,
@@ -86,7 +98,7 @@ def header_bytes(where: str, prefix: bytes, size_bytes: int) -> int:
 
 
 def parse_header(file: str, where: str, text: bytes, size_bytes: int) -> Header:
-    """The tensors of a file, each checked to lie within it.
+    """The tensors of a file, which together fill it, each byte once.
 
     Args:
         file: the `file` of each tensor.
@@ -98,17 +110,21 @@ def parse_header(file: str, where: str, text: bytes, size_bytes: int) -> Header:
         CheckpointError: a corrupt header, or a file cut short.
     """
     try:
-        entries = json.loads(text, object_pairs_hook=_unique)
-        metadata = dict(entries.pop("__metadata__", None) or {})
+        entries = _entries(text)
+        metadata = _metadata(entries.pop("__metadata__", None))
         start = PREFIX_BYTES + len(text)
-        tensors = {name: _tensor(file, start, entry) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where} has a corrupt header ({error}); download it again"
-        ) from error
-    for name, tensor in tensors.items():
-        _check_extent(where, name, tensor, size_bytes)
-    _check_overlap(where, tensors)
+        tensors = {name: _tensor(file, start, name, entry) for name, entry in entries.items()}
+        for name, tensor in tensors.items():
+            if tensor.end > size_bytes:
+                raise CheckpointError(
+                    f"{where} is truncated: {name} ends at byte {tensor.end} and the file has "
+                    f"{size_bytes}; download it again"
+                )
+        _check_layout(start, tensors, size_bytes)
+    except RecursionError as error:
+        raise _corrupt(where, "it is nested too deeply") from error
+    except ValueError as error:
+        raise _corrupt(where, str(error)) from error
     return Header(tensors, metadata)
 
 
@@ -134,43 +150,86 @@ def render_header(
     return struct.pack("<Q", len(text)) + text
 
 
+def _corrupt(where: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{where} has a corrupt header ({why}); download it again")
+
+
+# The functions below raise ValueError for what cannot be.
+
+
+def _entries(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise ValueError("it is not a JSON object")
+    entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    if len(entries) > MAX_TENSORS + 1:
+        raise ValueError(f"it lists {len(entries)} tensors, and the limit is {MAX_TENSORS}")
+    for name in entries:
+        # isprintable: no line ends, and no halves of surrogate pairs, which cannot be encoded
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise ValueError(f"{_short(name)} is no name")
+    return entries
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{twice!r} is listed twice")
+        name, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{_short(name)} is listed twice")
     return result
 
 
-def _tensor(file: str, start: int, entry: dict[str, Any]) -> Tensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    numbers = (begin, end, *shape)
-    if not all(isinstance(number, int) and number >= 0 for number in numbers) or begin > end:
-        raise ValueError(f"impossible entry {entry}")
-    return Tensor(file, str(entry["dtype"]), shape, start + begin, start + end)
+def _metadata(entry: Any) -> dict[str, str]:
+    if entry is None:
+        return {}
+    if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
+        raise ValueError(f"__metadata__ is not an object of strings but {_short(entry)}")
+    return entry
 
 
-def _check_extent(where: str, name: str, tensor: Tensor, size_bytes: int) -> None:
-    if tensor.end > size_bytes:
-        raise CheckpointError(
-            f"{where} is truncated: {name} ends at byte {tensor.end} and the file has "
-            f"{size_bytes}; download it again"
+def _tensor(file: str, start: int, name: str, entry: Any) -> Tensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
+            pass
+        case _:
+            raise ValueError(f"impossible entry of {name}: {_short(entry)}")
+    if not all(_is_count(number) for number in (begin, end, *shape)) or begin > end:
+        raise ValueError(f"impossible entry of {name}: {_short(entry)}")
+    if dtype not in BITS:
+        raise ValueError(f"{name} is of the unknown type {_short(dtype)}")
+    if len(shape) > MAX_RANK or any(size > MAX_DIMENSION for size in shape):
+        raise ValueError(f"{name} has the impossible shape {_short(shape)}")
+    if math.prod(shape) * BITS[dtype] != (end - begin) * 8:
+        raise ValueError(
+            f"{name} with shape {tuple(shape)} of {dtype} cannot be {end - begin} bytes long"
         )
-    bits = BITS.get(tensor.dtype)
-    if bits is not None and math.prod(tensor.shape) * bits != tensor.nbytes * 8:
-        raise CheckpointError(
-            f"{where} has a corrupt header ({name} with shape {tensor.shape} of "
-            f"{tensor.dtype} cannot be {tensor.nbytes} bytes long); download it again"
-        )
+    return Tensor(file, dtype, tuple(shape), start + begin, start + end)
 
 
-def _check_overlap(where: str, tensors: dict[str, Tensor]) -> None:
-    filled = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
-        if tensor.nbytes and tensor.begin < filled:
-            raise CheckpointError(
-                f"{where} has a corrupt header ({name} overlaps another tensor); download it again"
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= MAX_BYTES  # and True is an int
+
+
+def _check_layout(start: int, tensors: dict[str, Tensor], size_bytes: int) -> None:
+    """Do the tensors lie one after the other, up to the file's end?"""
+    ordered = sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end))
+    for former, name in pairwise(ordered):
+        if tensors[name].begin < tensors[former].end:
+            raise ValueError(f"{name} overlaps {former}")
+    filled = start
+    for name in ordered:
+        if tensors[name].begin > filled:
+            raise ValueError(
+                f"no tensor has the {tensors[name].begin - filled} bytes before {name}"
             )
-        filled = max(filled, tensor.end)
+        filled = tensors[name].end
+    if filled < size_bytes:
+        raise ValueError(f"no tensor has the last {size_bytes - filled} bytes")
+
+
+def _short(value: Any) -> str:
+    """What was found, in one line however large it is."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlong = _SHORT.maxstring = _SHORT.maxother = 60

@@ -18,6 +18,7 @@ from mlx_spec.errors import CheckpointError
 from mlx_spec.randomness import untouched_generator
 
 FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+INTEGERS = {"U32": mx.uint32, "U8": mx.uint8, "I64": mx.int64, "I32": mx.int32}
 PACKED = ("U32", "U8")
 QUANTIZATION = ("quantization", "quantization_config")  # MLX writes both
 
@@ -43,12 +44,11 @@ class Recipe:
     stack: bool = False
     half: int | None = None
 
-    def make(self, values: list[mx.array]) -> mx.array:
+    def make(self, read: Callable[[str, int | None], mx.array]) -> mx.array:
+        """Args: read: gives the values of a source, or of one half of its rows."""
         if self.stack:
-            return mx.stack(values)  # (E, out, in)
-        if self.half is not None:
-            return mx.split(values[0], 2, axis=1)[self.half]  # (E, 2M, H) -> (E, M, H)
-        return values[0]
+            return mx.stack([read(name, None) for name in self.sources])  # (E, out, in)
+        return read(self.sources[0], self.half)  # (E, 2M, H) -> (E, M, H) for a half
 
 
 Recipes = dict[str, Recipe]
@@ -58,6 +58,12 @@ def copy(checkpoint: Checkpoint, name: str) -> Recipe:
     """The tensor as it is."""
     tensor = checkpoint.tensor(name)
     return Recipe((name,), tensor.shape, tensor.dtype)
+
+
+def rows_of(shape: tuple[int, ...], half: int | None) -> slice:
+    """Of a matrix, or of all matrices that are stacked: all its rows, or one half of them."""
+    rows = shape[-2] if len(shape) > 1 else 0
+    return slice(0, rows) if half is None else slice(half * rows // 2, (half + 1) * rows // 2)
 
 
 def skeleton(checkpoint: Checkpoint, what: str, build: Callable[[], T]) -> T:

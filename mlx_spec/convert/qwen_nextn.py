@@ -1,7 +1,7 @@
 """Reads Qwen's NextN ("MTP") heads: finds them, compares them with `QwenNextN`, folds the norms."""
 
 from collections.abc import Iterable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +9,10 @@ import mlx.core as mx
 from mlx_spec.convert import fp8, match
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head, Provenance, check_format_version
-from mlx_spec.convert.match import Recipes, Shapes
+from mlx_spec.convert.match import Recipe, Recipes, Shapes
 from mlx_spec.convert.norms import norm_convention
 from mlx_spec.convert.qwen_names import PREFIX, expert_number, plan, prefix_of
+from mlx_spec.convert.weights import Parameter, Shared, Weights, cast
 from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
 from mlx_spec.errors import CheckpointError, NoDrafter
 
@@ -74,8 +75,8 @@ def has_head(checkpoint: Checkpoint) -> bool:
 def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     """Reads the NextN head of a model's checkpoint, or of a drafter directory.
 
-    Only the bytes of the head's tensors are read, and only after all their headers were found
-    good.
+    Only the bytes of the head's tensors are read, each when its parameter is asked for, and only
+    after all their headers were found good.
 
     Args:
         checkpoint: what to read from.
@@ -95,21 +96,8 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     used |= {scales[name] for name in used if name in scales}
     files = sorted({checkpoint.tensor(name).file for name in used})
     convention, evidence = norm_convention(checkpoint, files)
-
-    @cache
-    def read(name: str) -> mx.array:
-        if name in scales:
-            return fp8.read(checkpoint, name, scales[name])
-        return checkpoint.read(name)
-
-    weights = {}
-    for key, recipe in recipes.items():
-        value = recipe.make([read(name) for name in recipe.sources])
-        if _is_norm(key) and convention == "minus_one":
-            value = value.astype(mx.float32) + 1.0
-        if mx.issubdtype(value.dtype, mx.floating):
-            value = value.astype(dtype or FLOATS[recipe.dtype])
-        weights[key] = value
+    folded = {key for key in recipes if _is_norm(key) and convention == "minus_one"}
+    weights = _weights(checkpoint, recipes, scales, folded, dtype)
     origin = Provenance(
         source=str(checkpoint.path),
         files=tuple(files),
@@ -118,6 +106,44 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     )
     config["mlx_spec"] = {"norm_convention": "folded", "norm_evidence": evidence}
     return Head(config, weights, origin)
+
+
+def _weights(
+    checkpoint: Checkpoint,
+    recipes: Recipes,
+    scales: dict[str, str],
+    folded: set[str],
+    dtype: mx.Dtype | None,
+) -> Weights:
+    """Args: scales: of fp8 weights; folded: parameters that one is to be added to."""
+    sources = [name for recipe in recipes.values() for name in recipe.sources]
+    stored = Shared(
+        checkpoint.read_stored, sources + [scales[name] for name in sources if name in scales]
+    )
+
+    def make(key: str, recipe: Recipe, to: mx.Dtype) -> mx.array:
+        def finish(name: str, value: mx.array) -> mx.array:
+            if key in folded:
+                value = value.astype(mx.float32) + 1.0
+            return cast(value, to, f"{name} in {checkpoint.path}")
+
+        def read(name: str, half: int | None) -> mx.array:
+            value = stored(name)
+            rows = match.rows_of(value.shape, half)
+            if name in scales:
+                block, scale = fp8.block_size(checkpoint), stored(scales[name])
+                return fp8.dequantise(value, scale, block, rows, to, partial(finish, name))
+            value = finish(name, value if half is None else value[..., rows, :])
+            mx.eval(value)  # what it was made of need not stay
+            return value
+
+        return recipe.make(read)
+
+    parameters = {}
+    for key, recipe in recipes.items():
+        to = match.INTEGERS.get(recipe.dtype) or dtype or FLOATS[recipe.dtype]
+        parameters[key] = Parameter(recipe.shape, to, partial(make, key, recipe, to))
+    return Weights(parameters)
 
 
 def build(config: dict[str, Any], weights: Iterable[str]) -> QwenNextN:

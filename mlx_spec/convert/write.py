@@ -7,13 +7,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_spec.convert.head import FORMAT_VERSION, Head
 from mlx_spec.convert.header import render_header
+from mlx_spec.convert.weights import Weights
 from mlx_spec.errors import SpecError
 
 WEIGHTS = "model.safetensors"
@@ -87,10 +88,11 @@ def write_drafter(head: Head, out: Path) -> dict[str, Any]:
                 "sha256": hashes,
             }
             text = json.dumps(config, indent=4, sort_keys=True, ensure_ascii=False)
-            (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
             for name in TOKENIZER:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, directory / name)
+            # Last, since nothing loads a directory without it, should we be killed before.
+            (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise SpecError(f"{out} cannot be written: {error.strerror or error}") from error
     return config
@@ -127,20 +129,26 @@ def _new_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_weights(path: Path, weights: dict[str, mx.array]) -> dict[str, str]:
-    """Returns: sha256 of each tensor's bytes.
+def _write_weights(path: Path, weights: Weights) -> dict[str, str]:
+    """Writes one tensor after the other; none stays in memory.
 
-    `mx.save_safetensors` writes in the order of a hash table, so it is not used.
+    `mx.save_safetensors` needs all of them, and writes in the order of a hash table.
+
+    Returns: sha256 of each tensor's bytes.
     """
-    weights = dict(sorted(weights.items()))
-    layout = {
-        name: (DTYPES[value.dtype], value.shape, value.nbytes) for name, value in weights.items()
-    }
+    parameters = dict(sorted(weights.parameters.items()))
+    layout = {name: (DTYPES[p.dtype], p.shape, p.nbytes) for name, p in parameters.items()}
     hashes = {}
     with open(path, "wb") as file:
         file.write(render_header(layout, {"format": "mlx"}))
-        for name, value in weights.items():
-            data = np.array(value.reshape(-1).view(mx.uint8)).tobytes()
-            hashes[name] = hashlib.sha256(data).hexdigest()
-            file.write(data)
+        for name in parameters:
+            hashes[name] = _write_tensor(file, weights[name])
+            mx.clear_cache()  # on a GPU, freed buffers wait there for others of their size
     return hashes
+
+
+def _write_tensor(file: BinaryIO, value: mx.array) -> str:
+    """Returns: sha256 of its bytes."""
+    data = np.asarray(value.reshape(-1).view(mx.uint8)).data  # not a copy
+    file.write(data)
+    return hashlib.sha256(data).hexdigest()
