@@ -16,6 +16,7 @@ SURPRISE = 3.0  # standard deviations; what is beyond them counts less
 LONG_WINDOW = 256  # offers of a position that count for the next request
 VERSION = 1  # of the saved form
 RECENT = 6  # offers; the window of the last few
+LEAST = 0.1  # plain steps of a draft and its row; the cheapest that was reported is 0.18
 SLOPE = -1  # the index of the slope, beside the depths
 
 
@@ -62,8 +63,10 @@ class Costs:
         return self.mean[depth] + self.mean[SLOPE] * context
 
     def ratio(self, depth: int, context: int) -> float:
-        """A round with `depth` drafts over one with none."""
-        return self.seconds(depth, context) / self.seconds(0, context)
+        """A round with `depth` drafts over one with none. It is dearer, whatever a machine that is
+        busy with other things has made of a few measurements."""
+        measured = self.seconds(depth, context) / self.seconds(0, context)
+        return max(measured, 1 + LEAST * depth)
 
     def doubt(self, depth: int, other: int, context: int) -> float:
         """Standard deviation of the ratio of two depths' costs, relative."""

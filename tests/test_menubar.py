@@ -691,4 +691,4 @@ def test_the_real_server(menu, call, real_server):
     assert documented("Metrics") == names - ours
 
     assert call("stop", VAR_PORT=port).stdout == f"Stopped process {pid}.\n"
-    assert real_server.process.wait(timeout=5) == 0
+    assert real_server.process.wait(timeout=30) == 0

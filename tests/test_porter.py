@@ -27,7 +27,7 @@ def at_the_door(listening):
     made = Porter(listening)
     yield made
     made.leave()
-    made._process.wait(timeout=5)
+    made._process.wait(timeout=30)
 
 
 def ask(listening, path, body=None):
@@ -62,7 +62,7 @@ def test_other_requests_are_turned_away_with_a_reason(listening, at_the_door):
 def test_after_it_has_left_the_server_takes_the_connections(listening, at_the_door):
     ask(listening, "/v1/models")
     at_the_door.leave()
-    at_the_door._process.wait(timeout=5)
+    at_the_door._process.wait(timeout=30)
     listening.settimeout(5)
     with socket.create_connection(listening.getsockname()) as client:
         connection, _ = listening.accept()
@@ -77,7 +77,7 @@ def test_once_it_has_left_it_answers_nobody(listening, at_the_door):
     threading.Timer(0.3, at_the_door._process.send_signal, [signal.SIGCONT]).start()
     at_the_door.leave()
     with socket.create_connection(listening.getsockname()) as client:
-        at_the_door._process.wait(timeout=5)
+        at_the_door._process.wait(timeout=30)
         listening.settimeout(5)
         connection, _ = listening.accept()
         assert connection.getpeername() == client.getsockname()
@@ -87,7 +87,7 @@ def test_once_it_has_left_it_answers_nobody(listening, at_the_door):
 def test_it_ends_with_its_server(listening, at_the_door):
     """Whose end closes the pipe; nothing else would tell it."""
     at_the_door._process.stdin.close()
-    assert at_the_door._process.wait(timeout=5) == 0
+    assert at_the_door._process.wait(timeout=30) == 0
 
 
 def test_nothing_of_the_package_is_imported():
