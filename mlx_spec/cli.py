@@ -227,7 +227,13 @@ def demo_command(
 
 
 @cli.command("convert")
-@click.option("--from", "source", required=True, metavar="HF_DIR", help="A checkpoint directory.")
+@click.option(
+    "--from",
+    "source",
+    required=True,
+    metavar="SOURCE",
+    help="A checkpoint: a directory, or ORG/REPO[@REVISION], of which only the drafter is fetched.",
+)
 @click.option("--to", "out", required=True, metavar="OUT", help="The drafter directory to write.")
 @click.option(
     "--model",
@@ -246,6 +252,14 @@ def demo_command(
     "--dtype",
     type=click.Choice(list(DTYPES)),
     help="Of the weights. Default: as in the source.",
+)
+@click.option(
+    "--with-target",
+    metavar="OUT",
+    help="Also write the model itself there, as mlx_lm.convert does, from the same files.",
+)
+@click.option(
+    "--target-q-bits", type=int, help="Bits per weight of that model. Default: not quantised."
 )
 def convert_command(**options: Any) -> None:
     """Write a drafter directory, from a Qwen model with a NextN head or a Gemma-4 assistant.

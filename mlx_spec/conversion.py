@@ -7,11 +7,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.hub import open_source
 from mlx_spec.convert.quantize import quantize_head
+from mlx_spec.convert.target import check_target_out, write_target
 from mlx_spec.convert.tokenizer import compare_tokenizers
 from mlx_spec.convert.write import check_out, write_drafter
 from mlx_spec.errors import Incompatible, SpecError
-from mlx_spec.families import family_of, misfits
+from mlx_spec.families import family_of, family_of_drafter, misfits
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -26,11 +28,13 @@ class Report:
         parameters: how many numbers the source's tensors have.
         bytes_read: bytes of tensors read from the source.
         source_bytes: size of all its safetensors.
+        fetched_bytes: bytes of them that have travelled; None for a directory.
         norm_evidence: what decided whether the source's norms are stored minus one; None where
             they never are.
         unused: tensors of the head that nothing uses.
         quantization: the `quantization` block of config.json, if any.
         pairing: what was found of the drafter and the model that was given; None without one.
+        target: the model that was written, too; None if it was not.
     """
 
     out: Path
@@ -38,19 +42,23 @@ class Report:
     parameters: int
     bytes_read: int
     source_bytes: int
+    fetched_bytes: int | None
     norm_evidence: str | None
     unused: tuple[str, ...]
     quantization: dict[str, Any] | None
     pairing: str | None
+    target: Path | None
 
     def as_text(self) -> str:
         """Lines for people."""
         packed = f", {_kind(self.quantization)}" if self.quantization else ""
         norms = f"; norms by {self.norm_evidence}" if self.norm_evidence else ""
+        model = [f"Wrote {self.target}: the model, by mlx_lm"] if self.target else []
         lines = [
             f"Wrote {self.out}: {self.tensors} tensors, {self.parameters / 1e6:.2f} M parameters"
             f"{packed}",
             f"Read {self.bytes_read / 1e6:.2f} of {self.source_bytes / 1e6:.2f} MB{norms}",
+            *model,
         ]
         if self.pairing:
             lines.append(self.pairing)
@@ -60,6 +68,8 @@ class Report:
             lines.append(
                 "With fewer than 8 bits a drafter may be right less often: check it with --probe"
             )
+        if self.fetched_bytes is not None:
+            lines.append(f"Fetched {_part(self.fetched_bytes, self.source_bytes)}")
         return "\n".join(lines)
 
 
@@ -73,32 +83,47 @@ def convert(
     q_group_size: int | None = None,
     q_mode: str | None = None,
     dtype: str | None = None,
+    with_target: str | Path | None = None,
+    target_q_bits: int | None = None,
 ) -> Report:
     """Writes the drafter directory of the drafter in `source`.
 
     Args:
-        source: directory of a Qwen model with a NextN head, of a Gemma-4 assistant, or a drafter
-            directory.
+        source: a Qwen model with a NextN head, a Gemma-4 assistant, or a drafter, as a directory or
+            ORG/REPO[@REVISION] of the Hugging Face hub, of which only the drafter is fetched.
         out: directory to write; an existing one is replaced if it is a drafter directory.
         model: directory of the model that the drafter is for, to check that it fits.
         quantize: pack the matrices.
         q_bits, q_group_size, q_mode: as `quantize_head`. Default: 8 bits, affine.
         dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
+        with_target: directory to write for the model in `source`, as mlx_lm.convert does.
+        target_q_bits: bits per weight of that model. Default: not quantised.
 
     Raises:
         NoDrafter: there is no head in `source`.
         Incompatible: its family is not supported, or it does not fit `model`.
-        CheckpointError: `source` is damaged or incomplete; the message says what and where.
+        CheckpointError: `source` is damaged or incomplete, or the hub does not give it; the message
+            says what and where.
         SpecError: `out` cannot be written, or an option does not fit.
     """
-    source, out = Path(source).expanduser(), Path(out).expanduser()
+    out = Path(out).expanduser()
     if dtype is not None and dtype not in DTYPES:
         raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not quantize and (q_bits, q_group_size, q_mode) != (None, None, None):
         raise SpecError("how to quantise was given without asking to quantise: do both or neither")
-    checkpoint = Checkpoint.open(source)
-    check_out(out, source)
+    checkpoint = open_source(source)
+    check_out(out, checkpoint.directory)
     family = family_of(checkpoint)
+    if with_target is not None:
+        with_target = Path(with_target).expanduser()
+        check_target_out(with_target, out, checkpoint.directory)
+        _check_holds_target(checkpoint)
+        if family.has_head(checkpoint):
+            checkpoint.files.fetch_all()
+    elif target_q_bits is not None:
+        raise SpecError(
+            "bits of the model were given without a place to write it: do both or neither"
+        )
     pairing = None
     if model is not None and family.has_head(checkpoint):
         pairing = _check_pairing(checkpoint, Path(model).expanduser())
@@ -108,16 +133,21 @@ def convert(
         module = family.build(head.config, head.weights)
         head = quantize_head(head, module, q_bits, q_group_size, q_mode or "affine")
     config = write_drafter(head, out)
+    if with_target is not None:
+        write_target(checkpoint.directory, with_target, target_q_bits, dtype)
+    checkpoint.files.release()
     return Report(
         out=out,
         tensors=len(config["mlx_spec"]["sha256"]),
         parameters=parameters,
         bytes_read=checkpoint.bytes_read,
         source_bytes=checkpoint.source_bytes,
+        fetched_bytes=checkpoint.files.fetched_bytes,
         norm_evidence=config["mlx_spec"].get("norm_evidence"),
         unused=head.provenance.unused,
         quantization=config.get("quantization"),
         pairing=pairing,
+        target=with_target,
     )
 
 
@@ -126,10 +156,25 @@ def _kind(quantization: dict[str, Any]) -> str:
     return f"{quantization['bits']} bits" if mode == "affine" else mode
 
 
+def _check_holds_target(checkpoint: Checkpoint) -> None:
+    """Raises Incompatible if a drafter is alone in its checkpoint."""
+    if family_of_drafter(checkpoint.config) is not None:
+        raise Incompatible(
+            f"{checkpoint.path} is a drafter and holds no model that could be written: convert the "
+            "model's own repository with mlx_lm.convert"
+        )
+
+
+def _part(part_bytes: int, all_bytes: int) -> str:
+    """For example "0.85 of 55.6 GB"."""
+    unit, name = (1e9, "GB") if all_bytes >= 1e9 else (1e6, "MB")
+    return f"{part_bytes / unit:.2f} of {all_bytes / unit:.1f} {name}"
+
+
 def _check_pairing(drafter: Checkpoint, model: Path) -> str:
     """A line that says that the drafter fits. Raises Incompatible if it does not."""
     faults = misfits(family_of(drafter), drafter, Checkpoint.open(model))
-    tokenizers = compare_tokenizers(drafter.path, model)
+    tokenizers = compare_tokenizers(drafter.directory, model)
     if tokenizers.verdict == "differs":
         faults.append(tokenizers.detail)
     if faults:

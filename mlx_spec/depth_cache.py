@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_spec.cache_directory import cache_directory
 from mlx_spec.costs import Knowledge
 
 
@@ -63,6 +64,4 @@ def write(fingerprint: str, knowledge: Knowledge) -> None:
 
 def _path(fingerprint: str) -> Path:
     """Raises RuntimeError where the home directory is not known."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
-    return folder / "mlx-spec" / "depth" / f"{fingerprint}.json"
+    return cache_directory() / "depth" / f"{fingerprint}.json"

@@ -5,6 +5,8 @@ hold nothing wanted need not even be there.
 """
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from mlx_spec.convert.header import (
     header_bytes,
     parse_header,
 )
+from mlx_spec.convert.ranges import Range
 from mlx_spec.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -51,9 +54,24 @@ class Files(Protocol):
 
     def read(self, name: str, begin: int, end: int) -> bytes: ...
 
+    def prepare(self, wanted: Mapping[str, list[Range]]) -> None:
+        """Announces what will be read, so that it can be fetched together."""
+
+    def fetch_all(self) -> None:
+        """Announces that the whole model will be read."""
+
+    def release(self) -> None:
+        """Says that nothing more will be read."""
+
+    @property
+    def fetched_bytes(self) -> int | None:
+        """How much has travelled; None where nothing has to."""
+
 
 class Folder:
     """The files of a local directory."""
+
+    fetched_bytes = None
 
     def __init__(self, path: Path):
         if not path.exists():
@@ -84,19 +102,38 @@ class Folder:
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
+    def prepare(self, wanted: Mapping[str, list[Range]]) -> None:
+        pass
+
+    def fetch_all(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
 
 class Checkpoint:
     """The configuration and the tensors of a directory of safetensors.
 
     Attributes:
-        path: the directory.
+        path: the directory, or ORG/REPO of the hub.
+        directory: where the configuration and the tokenizer are.
+        revision: the commit of the hub, if it is one.
         config: its config.json.
         names: every tensor's name.
         bytes_read: bytes of tensors read so far (headers not counted).
     """
 
-    def __init__(self, path: Path, files: Files):
+    def __init__(
+        self,
+        path: Path,
+        files: Files,
+        directory: Path | None = None,
+        revision: str | None = None,
+    ):
         self.path = path
+        self.directory = path if directory is None else directory
+        self.revision = revision
         self.files = files
         self.bytes_read = 0
         self._headers: dict[str, Header] = {}
@@ -157,6 +194,19 @@ class Checkpoint:
             self._headers[file] = self._open(file)
         return self._headers[file]
 
+    def prepare(self, names: Iterable[str]) -> None:
+        """Announces the tensors that will be read, so that their bytes are fetched together.
+
+        Raises:
+            CheckpointError: as `tensor`, or they cannot be fetched.
+        """
+        ranges: dict[str, list[Range]] = defaultdict(list)
+        for name in names:
+            tensor = self.tensor(name)
+            self._check_size(name, tensor)
+            ranges[tensor.file].append((tensor.begin, tensor.end))
+        self.files.prepare(ranges)
+
     def read(self, name: str) -> mx.array:
         """A tensor's values; fp8 codes come decoded, in bfloat16, which holds them exactly.
 
@@ -176,11 +226,7 @@ class Checkpoint:
                 f"{name} in {self.path / tensor.file} is stored as {tensor.dtype}, "
                 "which is not supported: convert from the original repository"
             )
-        if tensor.nbytes > MAX_TENSOR_BYTES:
-            raise CheckpointError(
-                f"{name} in {self.path / tensor.file} has {tensor.nbytes} bytes, and the limit is "
-                f"{MAX_TENSOR_BYTES}: such drafters are unknown"
-            )
+        self._check_size(name, tensor)
         data = self.files.read(tensor.file, tensor.begin, tensor.end)
         if len(data) != tensor.nbytes:
             raise CheckpointError(
@@ -192,6 +238,13 @@ class Checkpoint:
         if tensor.dtype == "BF16":
             return values.view(mx.bfloat16)
         return values
+
+    def _check_size(self, name: str, tensor: Tensor) -> None:
+        if tensor.nbytes > MAX_TENSOR_BYTES:
+            raise CheckpointError(
+                f"{name} in {self.path / tensor.file} has {tensor.nbytes} bytes, and the limit is "
+                f"{MAX_TENSOR_BYTES}: such drafters are unknown"
+            )
 
     def _read_json(self, name: str) -> dict[str, Any]:
         if name not in self._present:

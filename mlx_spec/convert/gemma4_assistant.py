@@ -73,8 +73,11 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
         )
     check_format_version(checkpoint)
     config, recipes = _match(checkpoint)
+    checkpoint.prepare(recipes)
     origin = Provenance(
         source=str(checkpoint.path),
+        revision=checkpoint.revision,
+        directory=checkpoint.directory,
         files=tuple(sorted({checkpoint.tensor(key).file for key in recipes})),
         used=tuple(sorted(recipes)),
         unused=tuple(sorted(set(checkpoint.names) - recipes.keys())),

@@ -1,6 +1,7 @@
 """What a layout file returns: a drafter's configuration, its weights, and their origin."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_spec.convert.checkpoint import Checkpoint
@@ -15,12 +16,16 @@ class Provenance:
     """Where a head came from.
 
     Attributes:
-        source: the directory.
+        source: the directory, or ORG/REPO of the hub.
+        revision: the commit of the hub, if it is one.
+        directory: where its tokenizer is.
         files: the files that hold the head.
         used, unused: names of the source's tensors.
     """
 
     source: str
+    revision: str | None
+    directory: Path
     files: tuple[str, ...]
     used: tuple[str, ...]
     unused: tuple[str, ...]

@@ -96,10 +96,13 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     used |= {scales[name] for name in used if name in scales}
     files = sorted({checkpoint.tensor(name).file for name in used})
     convention, evidence = norm_convention(checkpoint, files)
+    checkpoint.prepare(sorted(used))
     folded = {key for key in recipes if _is_norm(key) and convention == "minus_one"}
     weights = _weights(checkpoint, recipes, scales, folded, dtype)
     origin = Provenance(
         source=str(checkpoint.path),
+        revision=checkpoint.revision,
+        directory=checkpoint.directory,
         files=tuple(files),
         used=tuple(sorted(used)),
         unused=tuple(sorted(set(names) - used)),

@@ -75,7 +75,7 @@ def write_drafter(head: Head, out: Path) -> dict[str, Any]:
     Raises:
         SpecError: `out` cannot be written.
     """
-    source = Path(head.provenance.source)
+    source = head.provenance.directory
     check_out(out, source)
     config = dict(head.config)
     try:
@@ -84,7 +84,7 @@ def write_drafter(head: Head, out: Path) -> dict[str, Any]:
             config["mlx_spec"] = head.config["mlx_spec"] | {
                 "format_version": FORMAT_VERSION,
                 "source": head.provenance.source,
-                "revision": None,
+                "revision": head.provenance.revision,
                 "sha256": hashes,
             }
             text = json.dumps(config, indent=4, sort_keys=True, ensure_ascii=False)
