@@ -293,7 +293,8 @@ def test_an_unknown_option_is_a_usage_error():
 def test_convert_help():
     text = " ".join(run("convert", "--help").stdout.split())
     assert "from a Qwen model with a NextN head or a Gemma-4 assistant" in text
-    for option in ("--from HF_DIR", "--to OUT", "--model MODEL_DIR", "--quantize", "--q-bits"):
+    options = ("--from SOURCE", "--to OUT", "--model MODEL_DIR", "--quantize", "--q-bits")
+    for option in (*options, "--with-target OUT", "--target-q-bits"):
         assert option in text
 
 
