@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.hub import open_source
-from mlx_spec.convert.quantize import quantize_head
+from mlx_spec.convert.quantize import describe, quantize_head
 from mlx_spec.convert.target import check_target_out, write_target
 from mlx_spec.convert.tokenizer import compare_tokenizers
 from mlx_spec.convert.write import check_out, write_drafter
@@ -51,7 +51,7 @@ class Report:
 
     def as_text(self) -> str:
         """Lines for people."""
-        packed = f", {_kind(self.quantization)}" if self.quantization else ""
+        packed = f", {describe(self.quantization)}" if self.quantization else ""
         norms = f"; norms by {self.norm_evidence}" if self.norm_evidence else ""
         model = [f"Wrote {self.target}: the model, by mlx_lm"] if self.target else []
         lines = [
@@ -149,11 +149,6 @@ def convert(
         pairing=pairing,
         target=with_target,
     )
-
-
-def _kind(quantization: dict[str, Any]) -> str:
-    mode = quantization.get("mode", "affine")
-    return f"{quantization['bits']} bits" if mode == "affine" else mode
 
 
 def _check_holds_target(checkpoint: Checkpoint) -> None:

@@ -13,6 +13,7 @@ from mlx_lm.utils import get_total_parameters, load_model
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
+from mlx_spec.convert.quantize import describe
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
@@ -191,4 +192,4 @@ def _facts(path: Path, checkpoint: Checkpoint, head: Head, module: Any) -> Draft
 
 
 def _bits(quantization: dict[str, Any] | None) -> str:
-    return f"{quantization['bits']} bits" if quantization else "none"
+    return describe(quantization) if quantization else "none"

@@ -296,6 +296,7 @@ def test_convert_help():
     options = ("--from SOURCE", "--to OUT", "--model MODEL_DIR", "--quantize", "--q-bits")
     for option in (*options, "--with-target OUT", "--target-q-bits"):
         assert option in text
+    assert "--q-mode [affine|mxfp4|nvfp4|mxfp8]" in text
 
 
 def test_convert_an_assistant_for_its_model(tmp_path):

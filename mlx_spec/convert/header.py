@@ -160,7 +160,7 @@ def _corrupt(where: str, why: str) -> CheckpointError:
 def _entries(text: bytes) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise ValueError("it is not a JSON object")
-    entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
     if len(entries) > MAX_TENSORS + 1:
         raise ValueError(f"it lists {len(entries)} tensors, and the limit is {MAX_TENSORS}")
     for name in entries:
@@ -168,6 +168,10 @@ def _entries(text: bytes) -> dict[str, Any]:
         if len(name) > MAX_NAME or not name.isprintable():
             raise ValueError(f"{_short(name)} is no name")
     return entries
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -70,6 +70,12 @@ def quantize_head(
     return replace(head, config=config, weights=Weights(parameters))
 
 
+def describe(quantization: dict[str, Any]) -> str:
+    """A `quantization` block in a word or two."""
+    mode = quantization.get("mode", "affine")
+    return f"{quantization['bits']} bits" if mode == "affine" else mode
+
+
 def _checked(bits: int | None, group_size: int | None, mode: str) -> tuple[int, int]:
     """Bits and group size, mlx's own for modes but affine. Raises SpecError."""
     if mode not in MODES:
