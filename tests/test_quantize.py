@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -240,7 +241,9 @@ def odd_head(dtype=mx.bfloat16) -> Head:
         f"{name}.weight": Parameter.of(mx.random.normal(layer.weight.shape, dtype))
         for name, layer in Odd().children().items()
     }
-    return Head({"model_type": "odd"}, Weights(parameters), Provenance("odd", (), (), ()))
+    return Head(
+        {"model_type": "odd"}, Weights(parameters), Provenance("odd", None, Path("odd"), (), (), ())
+    )
 
 
 def test_what_is_to_be_finer_and_cannot_be_packed_in_eight_bits_is_left_alone():
