@@ -158,22 +158,38 @@ def test_what_the_cache_has_is_not_fetched_again(tmp_path, serve):
     assert state.weights_sent == 0
 
 
-def test_offline_the_cache_is_used(tmp_path, serve, monkeypatch):
+@pytest.fixture
+def offline(monkeypatch):
+    """Call it to be offline from now on."""
+
+    def go():
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        huggingface_hub.utils.close_session()
+
+    yield go
+    huggingface_hub.utils.close_session()
+
+
+def test_offline_the_cache_is_used(tmp_path, serve, offline):
     state = serve(reference(HEAD))
     huggingface_hub.snapshot_download(f"org/{HEAD}")
     state.asked.clear()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    huggingface_hub.utils.close_session()
-    try:
-        convert(f"org/{HEAD}", tmp_path / "there")
-        with pytest.raises(CheckpointError, match="org/other is not here, and the Hugging Face"):
-            convert("org/other", tmp_path / "other")
-    finally:
-        huggingface_hub.utils.close_session()
+    offline()
+    convert(f"org/{HEAD}", tmp_path / "there")
+    with pytest.raises(CheckpointError, match="org/other is not here, and the Hugging Face"):
+        convert("org/other", tmp_path / "other")
     assert not state.asked
     convert(reference(HEAD), tmp_path / "here")
     assert_same_drafter(tmp_path / "here", tmp_path / "there")
     assert config_of(tmp_path / "there")["mlx_spec"]["revision"] == COMMIT
+
+
+def test_offline_after_only_the_drafter_was_fetched(tmp_path, serve, offline):
+    serve(reference(HEAD))
+    convert(f"org/{HEAD}", tmp_path / "out")
+    offline()
+    with pytest.raises(CheckpointError, match=f"The weights of org/{HEAD} are not here"):
+        convert(f"org/{HEAD}", tmp_path / "again")
 
 
 def test_an_existing_directory_comes_first(tmp_path, serve, monkeypatch):

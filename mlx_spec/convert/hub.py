@@ -89,10 +89,19 @@ def explained(name: str) -> Iterator[None]:
             "was fetched is kept"
         ) from error
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+        why = f" ({one_line(cause)})" if cause else ""
         raise CheckpointError(
-            f"{name} is not here, and the Hugging Face hub could not be reached for it "
-            f"({one_line(error)}): try again with a network; what was fetched is kept"
+            f"{name} is not here, and the Hugging Face hub could not be reached for it{why}: try "
+            "again with a network; what was fetched is kept"
         ) from error
+
+
+class NoBar(tqdm):
+    """For files that are not worth the several bars that huggingface_hub leaves on the screen."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **(options | {"disable": True}))
 
 
 class Repository:
@@ -127,8 +136,10 @@ class Repository:
         file = self._files[name]
         if self._is_here(file):
             return Folder(self.folder).read(name, begin, end)
-        if self._staging and self._staging.holds(_key(file)):
-            return self._staging.read(_key(file), begin, end)
+        if self._staging:
+            data = self._staging.read(_key(file), begin, end)
+            if len(data) == end - begin:
+                return data
         with explained(f"{self.name}/{name}"):
             data = b"".join(self._downloads.stream(file, begin, end))
         if begin == len(self._heads.get(name, b"")):
@@ -258,11 +269,8 @@ def _open_repository(name: str, revision: str) -> Checkpoint:
         )
     except HfHubHTTPError:
         raise
-    except (HTTPError, OfflineModeIsEnabled):  # what huggingface_hub's cache has, if it has it
-        folder = Path(
-            snapshot_download(name, revision=revision, allow_patterns=SMALL, local_files_only=True)
-        )
-        return Checkpoint(Path(name), Folder(folder), folder, folder.name)
+    except (HTTPError, OfflineModeIsEnabled):
+        return _open_cached(name, revision)
     if not info.sha or not re.fullmatch("[0-9a-f]{40}", info.sha):
         raise CheckpointError(f"The hub does not say which commit of {name} it has")
     downloads.commit = info.sha
@@ -276,8 +284,24 @@ def _open_repository(name: str, revision: str) -> Checkpoint:
             raise CheckpointError(
                 f"{name}/{small} is {_amount(files[small].size_bytes)} large, which it cannot be"
             )
-    folder = _snapshot(downloads, name, info.sha, SMALL)
+    # By the revision's name, so that it is found offline, too.
+    folder = _snapshot(downloads, name, revision, SMALL, NoBar)
+    if folder.name != info.sha:
+        raise CheckpointError(f"{name} has changed while it was read: try again")
     return Checkpoint(Path(name), Repository(name, downloads, files, folder), folder, info.sha)
+
+
+def _open_cached(name: str, revision: str) -> Checkpoint:
+    """What the cache of huggingface_hub has of a repository."""
+    folder = Path(
+        snapshot_download(name, revision=revision, allow_patterns=SMALL, local_files_only=True)
+    )
+    if not any(folder.glob(f"*{SUFFIX}")):
+        raise CheckpointError(
+            f"The weights of {name} are not here, and the Hugging Face hub could not be reached "
+            "for them: try again with a network"
+        )
+    return Checkpoint(Path(name), Folder(folder), folder, folder.name)
 
 
 def _remote_file(name: str, commit: str, found: Any) -> RemoteFile:
@@ -291,10 +315,17 @@ def _remote_file(name: str, commit: str, found: Any) -> RemoteFile:
     return RemoteFile(found.rfilename, url, found.size, sha256, sha256 or found.blob_id or "")
 
 
-def _snapshot(downloads: Downloads, name: str, commit: str, patterns: list[str]) -> Path:
-    return Path(
-        downloads.retried(lambda: snapshot_download(name, revision=commit, allow_patterns=patterns))
-    )
+def _snapshot(
+    downloads: Downloads,
+    name: str,
+    revision: str,
+    patterns: list[str],
+    bars: type[tqdm] = tqdm,
+) -> Path:
+    def fetch() -> str:
+        return snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=bars)
+
+    return Path(downloads.retried(fetch))
 
 
 def _key(file: RemoteFile) -> str:

@@ -85,13 +85,10 @@ class Staging:
         os.replace(beside, path)
         self._pieces.setdefault(piece.file, {})[piece] = path
 
-    def holds(self, file: str) -> bool:
-        return file in self._pieces
-
     def read(self, file: str, begin: int, end: int) -> bytes:
-        """Bytes of a file, which may lie in several pieces."""
+        """Bytes of a file, which may lie in several pieces; fewer if not all of them are here."""
         parts = []
-        for piece, path in sorted(self._pieces[file].items()):
+        for piece, path in sorted(self._pieces.get(file, {}).items()):
             first, last = max(begin, piece.begin), min(end, piece.end)
             if first < last:
                 with open(path, "rb") as stored:
