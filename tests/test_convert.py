@@ -745,6 +745,9 @@ BAD = [
     (without_field("num_experts_per_tok"), "qwen3-6-moe", CheckpointError, r"num_experts_per_tok"),
     (configured(rope_parameters={}), "qwen3-5", CheckpointError, r"lacks rope_theta"),
     (configured(hidden_size="big"), "qwen3-5", CheckpointError, r"does not describe a NextN head"),
+    (configured(hidden_size=2**40), "qwen3-5", CheckpointError, r"does not describe|do not fit"),
+    (configured(mtp_num_hidden_layers=10**9), "qwen3-5", CheckpointError, r"the limit is 64"),
+    (configured(num_experts=10**9), "qwen3-6-moe", CheckpointError, r"num_experts 1000000000, and"),
 ]
 
 

@@ -47,6 +47,8 @@ REQUIRED_MOE = [
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 ]
+# Beyond these, building the module to see its shapes would take all time and memory.
+MAXIMA = {"mtp_num_hidden_layers": 64, "num_experts": 10_000}
 FLOATS = match.FLOATS | {"F8_E4M3": mx.bfloat16}  # once it is decoded
 
 # What is missing if tensors are, and why they may be.
@@ -136,9 +138,7 @@ def _weights(
             if name in scales:
                 block, scale = fp8.block_size(checkpoint), stored(scales[name])
                 return fp8.dequantise(value, scale, block, rows, to, partial(finish, name))
-            value = finish(name, value if half is None else value[..., rows, :])
-            mx.eval(value)  # what it was made of need not stay
-            return value
+            return finish(name, value if half is None else value[..., rows, :])
 
         return recipe.make(read)
 
@@ -228,6 +228,12 @@ def _drafter_config(checkpoint: Checkpoint, made: Iterable[str]) -> dict[str, An
             f"config.json of {checkpoint.path} lacks {', '.join(missing)}: "
             "download it from the original repository"
         )
+    for field, maximum in MAXIMA.items():
+        if isinstance(value := text.get(field), int) and value > maximum:
+            raise CheckpointError(
+                f"config.json of {checkpoint.path} has {field} {value}, and the limit is "
+                f"{maximum}: download it from the original repository"
+            )
     tied = checkpoint.config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return {
         "model_type": DRAFTER_TYPE,
