@@ -232,13 +232,21 @@ def demo_command(
     "source",
     required=True,
     metavar="SOURCE",
-    help="A checkpoint: a directory, or ORG/REPO[@REVISION], of which only the drafter is fetched.",
+    help="A checkpoint: a directory, or ORG/REPO[@REVISION], of which only the drafter is fetched; "
+    "or a .safetensors or .gguf file.",
 )
 @click.option("--to", "out", required=True, metavar="OUT", help="The drafter directory to write.")
 @click.option(
+    "--target",
     "--model",
-    metavar="MODEL_DIR",
-    help="The model that it is for. Nothing is written if they do not fit.",
+    "target",
+    metavar="MODEL",
+    help="The model that it is for, if they fit: a directory or ORG/REPO.",
+)
+@click.option(
+    "--allow-mismatch",
+    is_flag=True,
+    help="Write it for a target with another tokenizer, other rotary embeddings or fingerprint.",
 )
 @click.option("-q", "--quantize", is_flag=True, help="Quantise the drafter.")
 @click.option("--q-bits", type=int, help="Bits per weight. Default: 8.")
@@ -261,6 +269,7 @@ def demo_command(
 @click.option(
     "--target-q-bits", type=int, help="Bits per weight of that model. Default: not quantised."
 )
+@click.option("--upload", metavar="ORG/REPO", help="Upload it to the Hugging Face hub, too.")
 def convert_command(**options: Any) -> None:
     """Write a drafter directory, from a Qwen model with a NextN head or a Gemma-4 assistant.
 
@@ -279,8 +288,9 @@ def convert_command(**options: Any) -> None:
     default="auto",
     help="The drafter to inspect with the model. Default: the one that generate would find.",
 )
+@click.option("--check", is_flag=True, help="Compare the drafter's tensors with their hashes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect_command(path: str, draft_model: str, as_json: bool) -> None:
+def inspect_command(path: str, draft_model: str, check: bool, as_json: bool) -> None:
     """Say whether a model would be decoded speculatively, and if not, why.
 
     PATH is a model, alone or beside its drafter, or a drafter to be described.
@@ -288,7 +298,7 @@ def inspect_command(path: str, draft_model: str, as_json: bool) -> None:
     Exit code: 0 usable, 2 no drafter, 3 unverified, 4 incompatible, 1 damaged files.
     """
     with one_sentence():
-        inspection = inspect_path(path, draft_model)
+        inspection = inspect_path(path, draft_model, check)
     click.echo(json.dumps(inspection.as_dict()) if as_json else inspection.as_text())
     sys.exit(inspection.exit_code)
 

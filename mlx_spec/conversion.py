@@ -7,13 +7,16 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.hub import open_source
+from mlx_spec.convert.hub import open_source as open_model
 from mlx_spec.convert.quantize import describe, quantize_head
+from mlx_spec.convert.sources import open_source
 from mlx_spec.convert.target import check_target_out, write_target
-from mlx_spec.convert.tokenizer import compare_tokenizers
+from mlx_spec.convert.tokenizer import FILE as TOKENIZER
 from mlx_spec.convert.write import check_out, write_drafter
 from mlx_spec.errors import Incompatible, SpecError
-from mlx_spec.families import family_of, family_of_drafter, misfits
+from mlx_spec.families import family_of, family_of_drafter
+from mlx_spec.fit import checked_fit, with_fingerprint
+from mlx_spec.upload import upload as upload_drafter
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -33,7 +36,7 @@ class Report:
             they never are.
         unused: tensors of the head that nothing uses.
         quantization: the `quantization` block of config.json, if any.
-        pairing: what was found of the drafter and the model that was given; None without one.
+        pairing: what was found of the drafter and the target that was given; None without one.
         target: the model that was written, too; None if it was not.
     """
 
@@ -76,8 +79,9 @@ class Report:
 def convert(
     source: str | Path,
     out: str | Path,
-    model: str | Path | None = None,
+    target: str | Path | None = None,
     *,
+    allow_mismatch: bool = False,
     quantize: bool = False,
     q_bits: int | None = None,
     q_group_size: int | None = None,
@@ -85,23 +89,29 @@ def convert(
     dtype: str | None = None,
     with_target: str | Path | None = None,
     target_q_bits: int | None = None,
+    upload: str | None = None,
 ) -> Report:
     """Writes the drafter directory of the drafter in `source`.
 
     Args:
         source: a Qwen model with a NextN head, a Gemma-4 assistant, or a drafter, as a directory or
-            ORG/REPO[@REVISION] of the Hugging Face hub, of which only the drafter is fetched.
+            ORG/REPO[@REVISION] of the Hugging Face hub, of which only the drafter is fetched; or a
+            .safetensors or .gguf file that holds a NextN head.
         out: directory to write; an existing one is replaced if it is a drafter directory.
-        model: directory of the model that the drafter is for, to check that it fits.
+        target: directory or repository of the model that the drafter is for, to check that it
+            fits. A file alone needs it, for its configuration.
+        allow_mismatch: go on where the target has another tokenizer or other rotary embeddings,
+            or is a fine-tune of the model that the head was trained with, or another one.
         quantize: pack the matrices.
         q_bits, q_group_size, q_mode: as `quantize_head`. Default: 8 bits, affine.
         dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
         with_target: directory to write for the model in `source`, as mlx_lm.convert does.
         target_q_bits: bits per weight of that model. Default: not quantised.
+        upload: repository on the Hugging Face hub to put the drafter into.
 
     Raises:
         NoDrafter: there is no head in `source`.
-        Incompatible: its family is not supported, or it does not fit `model`.
+        Incompatible: its family is not supported, or it does not fit `target`.
         CheckpointError: `source` is damaged or incomplete, or the hub does not give it; the message
             says what and where.
         SpecError: `out` cannot be written, or an option does not fit.
@@ -111,7 +121,9 @@ def convert(
         raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not quantize and (q_bits, q_group_size, q_mode) != (None, None, None):
         raise SpecError("how to quantise was given without asking to quantise: do both or neither")
-    checkpoint = open_source(source)
+    model = None if target is None else open_model(target)
+    mlx_dtype = DTYPES[dtype] if dtype else None
+    checkpoint = open_source(source, model.config if model else None, mlx_dtype)
     check_out(out, checkpoint.directory)
     family = family_of(checkpoint)
     if with_target is not None:
@@ -124,18 +136,22 @@ def convert(
         raise SpecError(
             "bits of the model were given without a place to write it: do both or neither"
         )
-    pairing = None
+    fit = None
     if model is not None and family.has_head(checkpoint):
-        pairing = _check_pairing(checkpoint, Path(model).expanduser())
-    head = family.read_head(checkpoint, DTYPES[dtype] if dtype else None)
+        fit = checked_fit(checkpoint, model, allow_mismatch)
+    head = with_fingerprint(family.read_head(checkpoint, mlx_dtype), checkpoint, model)
     parameters = sum(parameter.size for parameter in head.weights.parameters.values())
     if quantize:
         module = family.build(head.config, head.weights)
         head = quantize_head(head, module, q_bits, q_group_size, q_mode or "affine")
-    config = write_drafter(head, out)
+    config = write_drafter(head, out, _tokenizer_folder(checkpoint.directory, model))
     if with_target is not None:
         write_target(checkpoint.directory, with_target, target_q_bits, dtype)
-    checkpoint.files.release()
+    for used in (checkpoint, model):
+        if used is not None:
+            used.files.release()
+    if upload is not None:
+        upload_drafter(out, upload)
     return Report(
         out=out,
         tensors=len(config["mlx_spec"]["sha256"]),
@@ -146,7 +162,7 @@ def convert(
         norm_evidence=config["mlx_spec"].get("norm_evidence"),
         unused=head.provenance.unused,
         quantization=config.get("quantization"),
-        pairing=pairing,
+        pairing=fit.sentence if fit else None,
         target=with_target,
     )
 
@@ -160,18 +176,14 @@ def _check_holds_target(checkpoint: Checkpoint) -> None:
         )
 
 
+def _tokenizer_folder(source: Path, model: Checkpoint | None) -> Path | None:
+    """Where tokenizer files are: beside the head, else with the target."""
+    folders = [source.parent if source.is_file() else source]
+    folders += [model.directory] if model else []
+    return next((folder for folder in folders if (folder / TOKENIZER).is_file()), None)
+
+
 def _part(part_bytes: int, all_bytes: int) -> str:
     """For example "0.85 of 55.6 GB"."""
     unit, name = (1e9, "GB") if all_bytes >= 1e9 else (1e6, "MB")
     return f"{part_bytes / unit:.2f} of {all_bytes / unit:.1f} {name}"
-
-
-def _check_pairing(drafter: Checkpoint, model: Path) -> str:
-    """A line that says that the drafter fits. Raises Incompatible if it does not."""
-    faults = misfits(family_of(drafter), drafter, Checkpoint.open(model))
-    tokenizers = compare_tokenizers(drafter.directory, model)
-    if tokenizers.verdict == "differs":
-        faults.append(tokenizers.detail)
-    if faults:
-        raise Incompatible(f"{drafter.path} does not fit {model}: {'; '.join(faults)}")
-    return f"Fits {model}; {tokenizers.detail}"

@@ -30,6 +30,7 @@ class Family:
         drafter_types: model types of drafter directories.
         source_types: of all checkpoints that a drafter may be in.
         target, target_types: the class of its targets, and their model types.
+        norms_minus_one: whether Hugging Face stores the norms of its models minus one.
         siblings: a pattern of names of drafter directories beside a model.
         none_found: where a drafter was looked for in vain.
         has_head: whether `read_head` has something to read in a checkpoint.
@@ -45,6 +46,7 @@ class Family:
     source_types: tuple[str, ...]
     target: type
     target_types: tuple[str, ...]
+    norms_minus_one: bool
     siblings: str
     none_found: str
     has_head: Callable[[Checkpoint], bool]
@@ -60,6 +62,7 @@ QWEN_NEXTN = Family(
     source_types=qwen_nextn.MODEL_TYPES,
     target=QwenTarget,
     target_types=qwen_nextn.TARGET_TYPES,
+    norms_minus_one=True,
     siblings="*-[Mm][Tt][Pp]*",
     none_found="no mtp.* weights among the model's own and no *-MTP* drafter beside it",
     has_head=qwen_nextn.has_head,
@@ -74,6 +77,7 @@ GEMMA4_ASSISTANT = Family(
     source_types=gemma4_assistant.DRAFTER_TYPES,
     target=gemma4.Gemma4Target,
     target_types=gemma4.MODEL_TYPES,
+    norms_minus_one=False,
     siblings="*-[Aa]ssistant*",
     none_found="no *-assistant* drafter beside it (--draft-model names one elsewhere)",
     has_head=gemma4_assistant.has_head,

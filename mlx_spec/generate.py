@@ -260,6 +260,8 @@ def choose_drafter(
             stats.reason = "unsupported-cache"
             check_caches(target, caches_of(model, options.get("prompt_cache")))
             stats.reason = None
+            if drafter is pairing.drafter:
+                stats.detail = pairing.detail
             return drafter
         except Incompatible as error:
             stats.detail = str(error)

@@ -7,24 +7,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub.errors import LocalEntryNotFoundError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters, load_model
 
+from mlx_spec.convert.check import check_hashes
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.fingerprint import Relation, recorded
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.quantize import describe
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
-from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
+from mlx_spec.errors import Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
 from mlx_spec.load import (
     Found,
     build_head,
     check_model,
+    check_relation,
+    downloaded_path,
     drafter_path,
     find_drafter,
-    local_path,
     read_drafter,
+    relation_to,
 )
 from mlx_spec.options import DraftTokens, SpecOptions
 from mlx_spec.rollback import check_caches
@@ -44,7 +47,9 @@ class DrafterFacts:
         layers: how many.
         parameters: how many, as mlx-lm counts them.
         quantization: its own `quantization` block, if any.
-        source: the directory that it was converted from.
+        source, revision: what it was converted from.
+        fingerprint: the beginning of that of the model that it belongs to, where it is recorded.
+        checked: how many tensors were compared with their recorded hashes; None if not asked for.
         ordered_embedding: whether it looks at likely clusters of tokens only, instead of all of
             the vocabulary; None for a family that never does.
         query_position: the position that its queries have; None for a family without a choice.
@@ -56,6 +61,9 @@ class DrafterFacts:
     parameters: int
     quantization: dict[str, Any] | None
     source: str | None
+    revision: str | None
+    fingerprint: str | None
+    checked: int | None
     ordered_embedding: bool | None
     query_position: str | None
 
@@ -73,7 +81,12 @@ class DrafterFacts:
             f"                in {self.path}",
         ]
         if self.source is not None:
-            lines.append(f"                converted from {self.source}")
+            revision = f", revision {self.revision}" if self.revision else ""
+            lines.append(f"                converted from {self.source}{revision}")
+        if self.fingerprint is not None:
+            lines.append(f"                for the model with fingerprint {self.fingerprint}")
+        if self.checked is not None:
+            lines.append(f"                {self.checked} tensors are as they were written")
         return lines
 
 
@@ -87,6 +100,8 @@ class Inspection:
         quantization: its `quantization` block, if any.
         drafter: the drafter that `generate` would use.
         tokenizer: whether the drafter's tokenizer is that of the model; None without a pair.
+        fingerprint: whether the model is the one that the drafter belongs to; None if the drafter
+            does not say.
         num_draft_tokens: that `generate` would use.
         verdict, why: the conclusion.
     """
@@ -96,6 +111,7 @@ class Inspection:
     quantization: dict[str, Any] | None
     drafter: DrafterFacts | None
     tokenizer: Tokenizers | None
+    fingerprint: Relation | None
     num_draft_tokens: DraftTokens | None
     verdict: Verdict
     why: str
@@ -106,7 +122,9 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         tokenizer = self.tokenizer.verdict if self.tokenizer else None
-        return asdict(self) | {"tokenizer": tokenizer, "engages": self.verdict == "usable"}
+        fingerprint = self.fingerprint.verdict if self.fingerprint else None
+        facts = {"tokenizer": tokenizer, "fingerprint": fingerprint}
+        return asdict(self) | facts | {"engages": self.verdict == "usable"}
 
     def as_text(self) -> str:
         lines = [
@@ -118,39 +136,42 @@ class Inspection:
             lines += self.drafter.as_lines()
         if self.tokenizer is not None:
             lines.append(f"  tokenizer     {self.tokenizer.verdict}: {self.tokenizer.detail}")
+        if self.fingerprint is not None:
+            lines.append(f"  fingerprint   {self.fingerprint.verdict}: {self.fingerprint.detail}")
         if self.num_draft_tokens is not None:
             lines.append(f"  depth         {self.num_draft_tokens}")
         return "\n".join([*lines, f"  verdict       {self.verdict}: {self.why}"])
 
 
-def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
+def inspect_path(
+    path_or_hf_repo: str, draft_model: str = "auto", check: bool = False
+) -> Inspection:
     """What `mlx_spec.load` would make of a model.
 
     Args:
         path_or_hf_repo: of the model, or of a drafter to be described.
         draft_model: a drafter directory or repository; "auto" looks for one.
+        check: compare each of the drafter's tensors with the hash that is recorded of it.
 
     Raises: SpecError where the files are damaged.
     """
-    try:
-        path = local_path(path_or_hf_repo)
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{path_or_hf_repo} has not been downloaded; do so with hf download {path_or_hf_repo}."
-        ) from error
+    path = downloaded_path(path_or_hf_repo)
     checkpoint = Checkpoint.open(path)
     family = str(checkpoint.config.get("model_type"))
     quantization = checkpoint.config.get("quantization")
     facts: DrafterFacts | None = None
     tokenizer: Tokenizers | None = None
+    fingerprint: Relation | None = None
 
     def conclude(verdict: Verdict, why: str) -> Inspection:
         depth = SpecOptions().num_draft_tokens if verdict == "usable" else None
-        return Inspection(str(path), family, quantization, facts, tokenizer, depth, verdict, why)
+        return Inspection(
+            str(path), family, quantization, facts, tokenizer, fingerprint, depth, verdict, why
+        )
 
     if (own_family := family_of_drafter(checkpoint.config)) is not None:
         head = own_family.read_head(checkpoint, None)
-        facts = _facts(path, checkpoint, head, build_head(head))
+        facts = _facts(path, checkpoint, head, build_head(head), check)
         return conclude("unverified", "a drafter alone; inspect the model it is for")
     check_model(str(path))
     try:
@@ -164,8 +185,10 @@ def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
             raise NoDrafter(found.why_not)
         head = read_drafter(found.path, target)
         module = build_head(head)
-        facts = _facts(found.path, Checkpoint.open(found.path), head, module)
+        facts = _facts(found.path, Checkpoint.open(found.path), head, module, check)
         family_of_head(head).drafter(module, target)
+        fingerprint = relation_to(found.path, target)
+        check_relation(fingerprint)
         tokenizer = compare_tokenizers(found.path, path)
         if tokenizer.verdict == "differs":
             raise Incompatible(f"The tokenizers differ: {tokenizer.detail}.")
@@ -176,8 +199,12 @@ def inspect_path(path_or_hf_repo: str, draft_model: str = "auto") -> Inspection:
     return conclude("usable", "the drafter fits this model")
 
 
-def _facts(path: Path, checkpoint: Checkpoint, head: Head, module: Any) -> DrafterFacts:
+def _facts(
+    path: Path, checkpoint: Checkpoint, head: Head, module: Any, check: bool
+) -> DrafterFacts:
     alone = family_of_drafter(checkpoint.config) is not None  # else it is inside a model
+    record = checkpoint.section("mlx_spec") if alone else {}
+    fingerprint = recorded(checkpoint) if alone else None
     family = family_of_head(head)
     return DrafterFacts(
         str(path),
@@ -185,7 +212,10 @@ def _facts(path: Path, checkpoint: Checkpoint, head: Head, module: Any) -> Draft
         len(family.layers(module)),
         get_total_parameters(module),
         head.config.get("quantization"),
-        checkpoint.section("mlx_spec").get("source") if alone else None,
+        record.get("source"),
+        record.get("revision"),
+        fingerprint.sha256[:16] if fingerprint else None,
+        check_hashes(checkpoint) if check else None,
         head.config.get("use_ordered_embeddings"),
         head.config["mlx_spec"].get("query_position"),
     )

@@ -25,6 +25,7 @@ from huggingface_hub.utils import validate_repo_id
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, infer_quant_config
 
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.fingerprint import Fingerprint, Relation, fingerprint_of_model, relation
 from mlx_spec.convert.head import Head
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
@@ -36,6 +37,7 @@ from mlx_spec.families import (
     family_of_target,
     misfits,
 )
+from mlx_spec.fit import model_fingerprint
 from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
 from mlx_spec.targets import target_for, unsupported
@@ -44,7 +46,8 @@ from mlx_spec.targets.target import Target
 
 @dataclass(frozen=True)
 class Pairing:
-    """What `load` found for a model: a drafter, or the reason why there is none."""
+    """What `load` found for a model: a drafter, or the reason why there is none. With a drafter,
+    `detail` says why it may seldom be right, if there is something to say."""
 
     drafter: Drafter | nn.Module | None
     path: Path | None = None
@@ -109,15 +112,21 @@ def pair(
             return Pairing(None, reason="unsupported-model", detail=str(error))
         return Pairing(load_ordinary_model(draft_model, tokenizer), Path(draft_model))
     if draft_model != "auto":
-        path = drafter_path(draft_model)
-        return Pairing(load_drafter(path, target), path)
+        return _paired(drafter_path(draft_model), target)
     found = find_drafter(where())
     if found.path is None:
         return Pairing(None, reason="no-drafter", detail=found.why_not)
     try:
-        return Pairing(load_drafter(found.path, target), found.path)
+        return _paired(found.path, target)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (or go on without drafts: --draft-model none)") from error
+
+
+def _paired(path: Path, target: Target) -> Pairing:
+    drafter = load_drafter(path, target)
+    found = relation_to(path, target)
+    doubtful = found is not None and found.verdict != "same"
+    return Pairing(drafter, path, detail=found.detail if found and doubtful else None)
 
 
 def pair_loaded(model: nn.Module) -> None:
@@ -160,6 +169,19 @@ def local_path(
             local_files_only=local_files_only,
         )
     )
+
+
+def downloaded_path(path_or_hf_repo: str) -> Path:
+    """As `local_path`, of what must be here already.
+
+    Raises: CheckpointError where it is not.
+    """
+    try:
+        return local_path(path_or_hf_repo)
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{path_or_hf_repo} has not been downloaded; do so with hf download {path_or_hf_repo}."
+        ) from error
 
 
 def drafter_path(draft_model: str) -> Path:
@@ -218,11 +240,12 @@ def find_drafter(model_path: Path) -> Found:
         return Found(model_path)
     # A link's neighbours count as well as those of what it leads to.
     places = [model_path.absolute(), model_path.resolve()]
+    fingerprint = model_fingerprint(model)
     fitting, passed_over = [], []
     for path in sorted({p for own in places for p in own.parent.glob(family.siblings)}):
         if path in places or path.name.startswith("."):  # the latter by a killed `convert`
             continue
-        if fault := _why_unfit(path, model):
+        if fault := _why_unfit(path, model, fingerprint):
             passed_over.append(f"{path.name} beside it does not fit: {fault}")
         else:
             fitting.append(path)
@@ -238,14 +261,17 @@ def _preference(path: Path, names: set[str]) -> tuple[int, int]:
     return alike, -Checkpoint.open(path).source_bytes
 
 
-def _why_unfit(path: Path, model: Checkpoint) -> str:
+def _why_unfit(path: Path, model: Checkpoint, fingerprint: Callable[[], Fingerprint | None]) -> str:
     """Why a directory beside a model is not its drafter; empty if it may be."""
     try:
         drafter = Checkpoint.open(path)
         family = family_of_drafter(drafter.config)
         if family is None:
             return "it is not a drafter"
-        return "; ".join(misfits(family, drafter, model))
+        if faults := misfits(family, drafter, model):
+            return "; ".join(faults)
+        found = relation(drafter, fingerprint)
+        return found.detail if found is not None and found.refused else ""
     except SpecError as error:
         return str(error)
 
@@ -256,7 +282,9 @@ def load_drafter(path: str | Path, target: Target) -> Drafter:
     Raises: NoDrafter, Incompatible or CheckpointError.
     """
     head = read_drafter(path, target)
-    return family_of_head(head).drafter(build_head(head), target)
+    drafter = family_of_head(head).drafter(build_head(head), target)
+    check_relation(relation_to(Path(path), target))
+    return drafter
 
 
 def read_drafter(path: str | Path, target: Target) -> Head:
@@ -265,6 +293,21 @@ def read_drafter(path: str | Path, target: Target) -> Head:
     family = family_of(checkpoint)
     check_target(family, target)
     return family.read_head(checkpoint, target.embed(mx.array([[0]])).dtype)
+
+
+def relation_to(path: Path, target: Target) -> Relation | None:
+    """Of the model that a drafter directory belongs to, to the one that is loaded; None if it does
+    not say. Of the model's weights only a few norms are read."""
+    return relation(Checkpoint.open(path), lambda: fingerprint_of_model(target.model))
+
+
+def check_relation(found: Relation | None) -> None:
+    """Raises Incompatible for a drafter that belongs to another model."""
+    if found is not None and found.refused:
+        raise Incompatible(
+            f"The drafter does not fit the model: {found.detail}; convert the head of this model, "
+            "or convert this one again with --target and --allow-mismatch."
+        )
 
 
 def build_head(source: Head) -> Any:

@@ -293,8 +293,8 @@ def test_an_unknown_option_is_a_usage_error():
 def test_convert_help():
     text = " ".join(run("convert", "--help").stdout.split())
     assert "from a Qwen model with a NextN head or a Gemma-4 assistant" in text
-    options = ("--from SOURCE", "--to OUT", "--model MODEL_DIR", "--quantize", "--q-bits")
-    for option in (*options, "--with-target OUT", "--target-q-bits"):
+    options = ("--from SOURCE", "--to OUT", "--target, --model MODEL", "--quantize", "--q-bits")
+    for option in (*options, "--with-target OUT", "--target-q-bits", "--allow-mismatch"):
         assert option in text
     assert "--q-mode [affine|mxfp4|nvfp4|mxfp8]" in text
 
@@ -382,6 +382,9 @@ def test_inspect_a_gemma_with_its_assistant(tmp_path):
         ),
         "quantization": None,
         "source": None,
+        "revision": None,
+        "fingerprint": None,
+        "checked": None,
         "ordered_embedding": True,
         "query_position": "P",
     }

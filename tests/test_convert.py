@@ -40,7 +40,16 @@ from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 
 MOE = ["qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]
-CONVERTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+CONVERTED = {
+    "README.md",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+FINGERPRINT_BYTES = 4 * 128 * 2  # of the model's norms, which are read in addition
 
 
 def bytes_of(path):
@@ -197,7 +206,8 @@ def test_block_fp8_is_decoded_in_float32(name, dtype, short, tmp_path):
     matrices = to_fp8(source, lambda n: "mtp." in n and "_proj" in n, block=48)
     report = convert(save(source, tmp_path / "model"), tmp_path / "out", dtype=dtype)
     assert report.unused == ()
-    assert report.bytes_read == sum(len(stored.data) for stored in source.head().values())
+    head_bytes = sum(len(stored.data) for stored in source.head().values())
+    assert report.bytes_read == head_bytes + FINGERPRINT_BYTES
     for key, values in matrices.items():
         source.tensors[key] = encode(values, "F32")
         del source.tensors[f"{key}_scale_inv"]
@@ -456,6 +466,7 @@ def test_config(name, tied, tmp_path):
     assert record.pop("sha256") == {
         key: hashlib.sha256(stored.data).hexdigest() for key, stored in weights.items()
     }
+    assert record.pop("fingerprint")["norms"].keys() >= {"norm", "layers.0.input_layernorm"}
     assert record == {
         "format_version": 1,
         "source": str(reference(name)),
@@ -487,7 +498,8 @@ def test_the_report(tmp_path):
     assert report.parameters == sum(value.size for value in values.values())
     assert report.unused == ("mtp.layers.0.self_attn.rotary_emb.inv_freq",)
     assert report.quantization is None
-    assert report.bytes_read == 2 * report.parameters  # what is not used is not read
+    # what is not used is not read
+    assert report.bytes_read == 2 * report.parameters + FINGERPRINT_BYTES
 
 
 # Quantised

@@ -119,7 +119,7 @@ def test_set_dtype_leaves_the_ordering_alone(tmp_path):
 def test_files(tmp_path):
     convert(reference(E2B), tmp_path / "out")
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert files_of(tmp_path / "out").keys() == names | {"special_tokens_map.json"}
+    assert files_of(tmp_path / "out").keys() == names | {"special_tokens_map.json", "README.md"}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (reference(E2B) / name).read_bytes()
 
@@ -468,7 +468,7 @@ def test_a_model_in_place_of_its_assistant(tmp_path):
     path = reference("gemma4-e2b")
     for model in (None, path):
         with pytest.raises(NoDrafter, match=r"gemma4-e2b .*'gemma4'.* name ends in -assistant"):
-            convert(path, tmp_path / "out", model=model)
+            convert(path, tmp_path / "out", target=model)
 
 
 def test_an_assistant_that_calls_itself_something_else(tmp_path):
@@ -527,7 +527,7 @@ def test_a_downloaded_assistant_is_never_replaced(block, tmp_path):
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_it_fits_its_model(name, tmp_path):
     model = reference(name.removesuffix("-assistant"))
-    report = convert(reference(name), tmp_path / "out", model=model)
+    report = convert(reference(name), tmp_path / "out", target=model)
     assert report.pairing == f"Fits {model}; the same tokenizer"
     assert report.pairing in report.as_text()
 
@@ -536,7 +536,7 @@ def test_it_fits_its_model(name, tmp_path):
 def test_an_assistant_of_another_model_is_refused_by_name(fault, tmp_path):
     path = save_misfit(fault, tmp_path / "assistant")
     with pytest.raises(Incompatible) as caught:
-        convert(path, tmp_path / "out", model=reference("gemma4-dense"))
+        convert(path, tmp_path / "out", target=reference("gemma4-dense"))
     assert MISFITS[fault][1] in str(caught.value)
     assert "tokenizer" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -550,7 +550,7 @@ def test_all_misfits_are_named_at_once(tmp_path):
         MISFITS[fault][0](source)
     with pytest.raises(Incompatible) as caught:
         convert(
-            save(source, tmp_path / "assistant"), tmp_path / "out", model=reference("gemma4-dense")
+            save(source, tmp_path / "assistant"), tmp_path / "out", target=reference("gemma4-dense")
         )
     assert all(MISFITS[fault][1] in str(caught.value) for fault in faults)
 
@@ -561,7 +561,7 @@ def test_all_misfits_are_named_at_once(tmp_path):
 def test_another_family_is_refused(source, model, tmp_path):
     words = r"does not fit .*: it is for models of type .*, and the model is a"
     with pytest.raises(Incompatible, match=words):
-        convert(reference(source), tmp_path / "out", model=reference(model))
+        convert(reference(source), tmp_path / "out", target=reference(model))
     assert not (tmp_path / "out").exists()
 
 
@@ -570,7 +570,7 @@ def test_a_model_whose_config_does_not_describe_one(tmp_path):
     source.config["text_config"]["hidden_size"] = "big"
     model = save(source, tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"model does not describe a Gemma-4 model"):
-        convert(reference(DENSE), tmp_path / "out", model=model)
+        convert(reference(DENSE), tmp_path / "out", target=model)
 
 
 def test_comparing_configurations_changes_neither_them_nor_the_seed(tmp_path):
@@ -599,7 +599,7 @@ def test_the_same_tokens_in_another_file(couple, tmp_path):
     assistant, model = couple
     file = assistant / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
-    report = convert(assistant, tmp_path / "out", model=model)
+    report = convert(assistant, tmp_path / "out", target=model)
     assert report.pairing == f"Fits {model}; the same tokens in both tokenizers"
 
 
@@ -610,7 +610,7 @@ def test_the_first_token_that_differs_is_named(couple, tmp_path):
     first = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]["a"]
     words = f"id {first} is 'aa' in the drafter's tokenizer and 'a' in the model's"
     with pytest.raises(Incompatible, match=words):
-        convert(assistant, tmp_path / "out", model=model)
+        convert(assistant, tmp_path / "out", target=model)
     assert not (tmp_path / "out").exists()
 
 
@@ -622,13 +622,13 @@ def test_a_token_more(couple, tmp_path):
     file.write_text(json.dumps(tokenizer))
     words = "id 261 is no token in the drafter's tokenizer and '<x>' in the model's"
     with pytest.raises(Incompatible, match=words):
-        convert(assistant, tmp_path / "out", model=model)
+        convert(assistant, tmp_path / "out", target=model)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_without_a_tokenizer_it_is_not_compared(missing, couple, tmp_path):
     (couple[missing] / "tokenizer.json").unlink()
-    report = convert(couple[0], tmp_path / "out", model=couple[1])
+    report = convert(couple[0], tmp_path / "out", target=couple[1])
     assert report.pairing == (
         f"Fits {couple[1]}; {couple[missing]} has no tokenizer.json to compare"
     )
@@ -637,21 +637,21 @@ def test_without_a_tokenizer_it_is_not_compared(missing, couple, tmp_path):
 def test_a_damaged_tokenizer(couple, tmp_path):
     (couple[0] / "tokenizer.json").write_text('{"version":')
     with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read .*download it again"):
-        convert(couple[0], tmp_path / "out", model=couple[1])
+        convert(couple[0], tmp_path / "out", target=couple[1])
     assert not (tmp_path / "out").exists()
 
 
 def test_the_tokenizer_of_a_qwen_head_is_checked_as_well(tmp_path):
     source, model = reference("qwen3-5"), tmp_path / "model"
     shutil.copytree(source, model)
-    report = convert(source, tmp_path / "out", model=model)
-    assert report.pairing == f"Fits {model}; the same tokenizer"
+    report = convert(source, tmp_path / "out", target=model)
+    assert report.pairing == f"Fits {model}; the same tokenizer; the head belongs to this model"
     rename_token(model, "a", "aa")
     with pytest.raises(Incompatible, match="'a' in the drafter's tokenizer and 'aa' in the model"):
-        convert(source, tmp_path / "again", model=model)
+        convert(source, tmp_path / "again", target=model)
     config = config_of(model)
     config["text_config"]["num_hidden_layers"] = 64
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(Incompatible, match="its num_hidden_layers is 4 and the model's 64; id"):
-        convert(source, tmp_path / "again", model=model)
+        convert(source, tmp_path / "again", target=model)
     assert not (tmp_path / "again").exists()

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.convert.card import CARD, make_card, read_front_matter
 from mlx_spec.convert.head import FORMAT_VERSION, Head
 from mlx_spec.convert.header import render_header
 from mlx_spec.convert.weights import Weights
@@ -53,7 +54,7 @@ def check_out(out: Path, source: Path) -> None:
         raise SpecError(
             f"{out} exists and is not a drafter directory of mlx-spec: choose another place"
         )
-    if others := sorted(_files(out) - {CONFIG, WEIGHTS, *TOKENIZER}):
+    if others := sorted(_files(out) - {CONFIG, WEIGHTS, CARD, *TOKENIZER}):
         raise SpecError(
             f"{out} is a drafter directory that also holds {others[0]}, which would be lost: "
             "move that away or choose another place"
@@ -65,10 +66,13 @@ def _files(path: Path) -> set[str]:
     return {path.name for path in path.iterdir() if not path.name.startswith(".")}
 
 
-def write_drafter(head: Head, out: Path) -> dict[str, Any]:
+def write_drafter(head: Head, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
     """Writes the drafter directory `out` of a head; the same head gives the same bytes.
 
     `out` is replaced if it is a drafter directory.
+
+    Args:
+        tokenizer: directory that tokenizer files are copied from. Default: the head's own.
 
     Returns: config.json as written.
 
@@ -88,9 +92,12 @@ def write_drafter(head: Head, out: Path) -> dict[str, Any]:
                 "sha256": hashes,
             }
             text = json.dumps(config, indent=4, sort_keys=True, ensure_ascii=False)
+            card = make_card(config, read_front_matter(source))
+            (directory / CARD).write_text(card, encoding="utf-8")
+            tokenizer = tokenizer or source
             for name in TOKENIZER:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, directory / name)
+                if (tokenizer / name).is_file():
+                    shutil.copyfile(tokenizer / name, directory / name)
             # Last, since nothing loads a directory without it, should we be killed before.
             (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
     except OSError as error:

@@ -1,0 +1,19 @@
+"""Uploading a drafter directory to the Hugging Face hub, by mlx-lm's own uploader."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+from mlx_lm.utils import upload_to_hub
+
+from mlx_spec.convert.card import CARD
+from mlx_spec.generate import bound
+
+
+def upload(directory: Path, repository: str) -> None:
+    """Makes the repository if it is not there, and uploads all files.
+
+    mlx-lm puts a text of its own into the card, which tells how to load a model; a drafter is
+    loaded otherwise, so that its card keeps its text.
+    """
+    text = ModelCard.load(directory / CARD).text
+    bound(upload_to_hub, dedent=lambda _: text)(str(directory), repository)
