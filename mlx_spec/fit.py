@@ -53,7 +53,8 @@ def checked_fit(drafter: Checkpoint, model: Checkpoint, allow_mismatch: bool) ->
     """Raises Incompatible if they do not fit, or there are doubts and they were not allowed."""
     fit = check_fit(drafter, model)
     if fit.faults:
-        raise Incompatible(f"{drafter.path} does not fit {model.path}: {'; '.join(fit.faults)}")
+        clauses = "; ".join(fit.faults + fit.doubts)
+        raise Incompatible(f"{drafter.path} does not fit {model.path}: {clauses}")
     if fit.doubts and not allow_mismatch:
         raise Incompatible(
             f"{drafter.path} does not fit {model.path}: {'; '.join(fit.doubts)}; use the head of "
@@ -66,11 +67,10 @@ def check_fit(drafter: Checkpoint, model: Checkpoint) -> Fit:
     """Compares architecture, sizes, vocabulary, rope, tokenizer and fingerprint."""
     family = family_of(drafter)
     tokenizers = compare_tokenizers(drafter.directory, model.directory)
+    doubts = [tokenizers.detail] if tokenizers.verdict == "differs" else []
     if faults := misfits(family, drafter, model):
-        return Fit(model.path, tuple(faults), (), tokenizers, None)
-    doubts = rope_differences(drafter.config, model.config)
-    if tokenizers.verdict == "differs":
-        doubts.append(tokenizers.detail)
+        return Fit(model.path, tuple(faults), tuple(doubts), tokenizers, None)
+    doubts += rope_differences(drafter.config, model.config)
     relation = None
     own, theirs = fingerprint_in(drafter, family), model_fingerprint(model)()
     if own is not None and theirs is not None:

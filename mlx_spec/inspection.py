@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub.errors import LocalEntryNotFoundError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters, load_model
 
@@ -16,16 +17,16 @@ from mlx_spec.convert.fingerprint import Relation, recorded
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.quantize import describe
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
-from mlx_spec.errors import Incompatible, NoDrafter
+from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
 from mlx_spec.load import (
     Found,
     build_head,
     check_model,
     check_relation,
-    downloaded_path,
     drafter_path,
     find_drafter,
+    local_path,
     read_drafter,
     relation_to,
 )
@@ -155,7 +156,12 @@ def inspect_path(
 
     Raises: SpecError where the files are damaged.
     """
-    path = downloaded_path(path_or_hf_repo)
+    try:
+        path = local_path(path_or_hf_repo)
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{path_or_hf_repo} has not been downloaded; do so with hf download {path_or_hf_repo}."
+        ) from error
     checkpoint = Checkpoint.open(path)
     family = str(checkpoint.config.get("model_type"))
     quantization = checkpoint.config.get("quantization")

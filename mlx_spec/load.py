@@ -171,19 +171,6 @@ def local_path(
     )
 
 
-def downloaded_path(path_or_hf_repo: str) -> Path:
-    """As `local_path`, of what must be here already.
-
-    Raises: CheckpointError where it is not.
-    """
-    try:
-        return local_path(path_or_hf_repo)
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{path_or_hf_repo} has not been downloaded; do so with hf download {path_or_hf_repo}."
-        ) from error
-
-
 def drafter_path(draft_model: str) -> Path:
     """A directory, or a repository of the Hugging Face hub, downloaded if it is not here.
 

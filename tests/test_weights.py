@@ -363,7 +363,7 @@ def test_what_a_killed_conversion_leaves_cannot_be_loaded(tmp_path, monkeypatch)
 
     monkeypatch.setattr("mlx_spec.convert.write.shutil.rmtree", killed)
     for after in (0, 1, len(weights) - 1):
-        steps = iter(range(len(weights)))
+        steps = iter(range(-4, len(weights)))  # the fingerprint's four norms are read first
 
         def read(self, name, begin, end, steps=steps, after=after, real=Folder.read):
             if name.endswith(".safetensors") and begin > 8 and next(steps) == after:

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm, validate_repo_id
 
 from mlx_spec.cache_directory import cache_directory
+from mlx_spec.convert.card import CARD
 from mlx_spec.convert.checkpoint import CONFIG, INDEX, MAX_JSON_BYTES, SUFFIX, Checkpoint, Folder
 from mlx_spec.convert.download import Downloads, RemoteFile
 from mlx_spec.convert.ranges import Range, coalesce, split, total_bytes
@@ -34,7 +35,7 @@ from mlx_spec.convert.staging import Piece, Staging, sha256_of
 from mlx_spec.convert.write import TOKENIZER
 from mlx_spec.errors import CheckpointError, one_line
 
-SMALL = [CONFIG, INDEX, *TOKENIZER]
+SMALL = [CONFIG, INDEX, CARD, *TOKENIZER]
 MODEL = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]  # no code
 MAX_EXCESS = 1.05  # what may travel for what is wanted
 PIECE_BYTES = 16 << 20
