@@ -294,7 +294,7 @@ def test_the_demo_assistant_is_trained(ordered):
     the target's choice; with the ordered-embedding head and with all of the vocabulary."""
     p = pair(GEMMA_DEMO)
     text = (Path(__file__).parent.parent / "scripts" / "train_demo.py").read_text()
-    tokens = p.tokenizer.encode(text)[:1000]
+    tokens = p.tokenizer.encode(text)[:500]
     caches = [KVCache() for _ in range(p.layers)]
     hidden, logits = p.target(mx.array([tokens]), caches)
     choices = mx.argmax(logits[0], axis=-1).tolist()
@@ -303,7 +303,7 @@ def test_the_demo_assistant_is_trained(ordered):
     head = copy.copy(p.drafter.head)
     assert head.args.use_ordered_embeddings
     head.args = replace(head.args, use_ordered_embeddings=ordered)
-    hits, positions = 0, range(100, 1000, 9)
+    hits, positions = 0, range(100, 500, 8)
     for newest in positions:
         rows = {kind: tuple(x[:, :, :newest] for x in kv.rows[kind]) for kind in KINDS}
         rows["sliding_attention"] = tuple(x[:, :, -window:] for x in rows["sliding_attention"])
@@ -413,31 +413,31 @@ def tiny_pair(window):
     return model, AssistantDrafter(head, target_for(model))
 
 
-def test_memory_is_flat_over_ten_thousand_tokens():
+def test_memory_is_flat_over_thousands_of_tokens():
     """But for the rows of full attention, which stock keeps as well."""
     window, depth = 64, 5
     model, drafter = tiny_pair(window)
     prompt = mx.array([1, 2, 3])
-    always_right = ScriptedDrafter(drafter, right([1, 2, 3] + [7] * 12000))
+    always_right = ScriptedDrafter(drafter, right([1, 2, 3] + [7] * 5000))
     caches = make_prompt_cache(model)
     generation = mlx_spec.speculative_generate_step(
         prompt,
         model,
         always_right,
         num_draft_tokens=depth,
-        max_tokens=10_000,
+        max_tokens=4_000,
         prompt_cache=caches,
         sampler=lambda logprobs: mx.argmax(logprobs, axis=-1) * 0 + 7,
     )
     used = []
     for at, _ in enumerate(generation):
-        if at % 2000 == 1000:
+        if at % 1000 == 500:
             gc.collect()
             mx.clear_cache()
             used.append(mx.get_active_memory() - 2 * 4 * 16 * at)  # keys and values
-    assert len(used) == 5
+    assert len(used) == 4
     assert max(used) - min(used) < 2 * 4 * 16 * 2 * KVCache.step + 20_000
-    assert caches[0].offset == 10_003
+    assert caches[0].offset == 4_003
     assert caches[0].keys.shape[2] == window
 
 

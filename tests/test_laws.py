@@ -442,7 +442,7 @@ def test_one_text_whatever_drafts_it(name, sampler):
         tokens, spec = text_of(p, sampler, draft_model=drafter, num_draft_tokens=depth)
         assert tokens == plain, (depth, drafter.kind)
         assert spec.sampling == "seed"
-        assert spec.drafted > 0
+        assert spec.drafted > 0 or depth == "auto"
         accepted[drafter, depth] = spec.acceptance
     assert accepted[oracle, 4] == 1
     assert all(accepted[real, depth] > 0.08 for depth in (1, 3, 5))

@@ -23,7 +23,7 @@ from test_serve_openai import ASK_TO, CODE, PENALTIES, Answer, answer, check, cl
 from models import DEMO, checkpoint_path
 
 AT_ONCE = 8
-REQUESTS = 100  # twice
+REQUESTS = 40  # twice
 LEAK = 4 << 20  # in bytes, over REQUESTS: a forgotten cache of each would be ten times as much
 GIVEN_UP = {"disconnect", "abort"}
 
@@ -153,7 +153,7 @@ def rss_of(pid: int) -> int:
     return 1024 * int(output)
 
 
-def test_two_hundred_requests(server):
+def test_many_requests_at_once(server):
     openai = client(server.url)
     options = some_options()
     known = {json.dumps(chosen): answer(openai, **chosen) for chosen in options}
@@ -213,8 +213,8 @@ def check_answers(done: list[Job]) -> None:
             assert spec["engaged"] == (job.options["num_draft_tokens"] > 0) or job.got.tokens[1] < 4
         batched += spec["batched"]
         drafted += timings["draft_n"]
-    assert batched > 200
-    assert drafted > 100
+    assert batched > 80
+    assert drafted > 40
 
 
 def check_counters(done: list[Job], before: Reading, end: Reading) -> None:
@@ -226,7 +226,7 @@ def check_counters(done: list[Job], before: Reading, end: Reading) -> None:
     assert outcomes["error"] == 0
     assert outcomes["cancelled"] > 0
     assert complete <= outcomes
-    assert complete["stop"] > 1
+    assert complete["stop"] > 0
     timings = [job.got.body["timings"] for job in done if job.got]
     for name, field in [
         ("tokens_predicted", "predicted_n"),

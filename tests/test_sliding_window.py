@@ -165,7 +165,7 @@ def test_blocks_of_any_width_agree_to_the_bit_and_with_stock(name):
     plain, plain_caches = run(in_time_order(make_prompt_cache(p.model)), [1])
     np.testing.assert_allclose(plain, stock, atol=1e-3)
     assert_same_caches(plain_caches, stock_caches, ATOL)
-    for widths in ([2], [3], [4], [6], [48], [1, 5, 2]):
+    for widths in ([2], [5], [48], [1, 5, 2]):
         logits, caches = run(in_time_order(make_prompt_cache(p.model)), widths)
         np.testing.assert_array_equal(logits, plain)
         assert_same_caches(caches, plain_caches)
@@ -199,7 +199,10 @@ TOKENS = {16: 100, 24: 130, 32: 170, 64: 330}  # more than five windows
 @pytest.mark.parametrize(
     ("name", "window"),
     [
-        *((name, window) for name in ["gemma4-moe", *GEMMA_TRAINED] for window in TOKENS),
+        ("gemma4-moe", 16),
+        ("gemma4-e2b-trained", 24),
+        ("gemma4-dense-trained", 16),
+        ("gemma4-dense-trained", 32),
         (GEMMA_DEMO, 64),
     ],
 )
@@ -287,7 +290,7 @@ def test_kv_bits_fail_where_stock_fails_and_nothing_is_lost():
     assert_same_caches(cache, plain)
 
 
-@pytest.mark.parametrize("max_tokens", [2, 60])
+@pytest.mark.parametrize("max_tokens", [2, 30])
 def test_after_a_long_prompt_no_more_is_held_than_stock_holds(max_tokens):
     """Neither while it is read, in three chunks, nor in the caches that are left."""
     p = pair("gemma4-dense-trained")
