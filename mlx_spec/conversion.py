@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import Checkpoint
+from mlx_spec.convert.hub import is_repository_name
 from mlx_spec.convert.hub import open_source as open_model
 from mlx_spec.convert.quantize import describe, quantize_head
 from mlx_spec.convert.sources import open_source
@@ -121,6 +122,8 @@ def convert(
         raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not quantize and (q_bits, q_group_size, q_mode) != (None, None, None):
         raise SpecError("how to quantise was given without asking to quantise: do both or neither")
+    if upload is not None and not is_repository_name(upload):
+        raise SpecError(f"{upload!r} cannot be a repository: give ORG/REPO to upload to")
     model = None if target is None else open_model(target)
     mlx_dtype = DTYPES[dtype] if dtype else None
     checkpoint = open_source(source, model.config if model else None, mlx_dtype)

@@ -19,6 +19,7 @@ from mlx_spec.convert.quantize import describe
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
+from mlx_spec.fit import rope_differences
 from mlx_spec.load import (
     Found,
     build_head,
@@ -202,7 +203,9 @@ def inspect_path(
         return conclude("no-drafter", str(error))
     except Incompatible as error:
         return conclude("incompatible", str(error))
-    return conclude("usable", "the drafter fits this model")
+    doubts = rope_differences(Checkpoint.open(found.path).config, checkpoint.config)
+    but = f", but {'; '.join(doubts)}" if doubts else ""
+    return conclude("usable", f"the drafter fits this model{but}")
 
 
 def _facts(

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HTTPError
 from mlx_lm.utils import upload_to_hub
 
 from mlx_spec.convert.card import CARD
+from mlx_spec.errors import SpecError, one_line
 from mlx_spec.generate import bound
 
 
@@ -14,6 +16,15 @@ def upload(directory: Path, repository: str) -> None:
 
     mlx-lm puts a text of its own into the card, which tells how to load a model; a drafter is
     loaded otherwise, so that its card keeps its text.
+
+    Raises:
+        SpecError: the hub does not take it.
     """
     text = ModelCard.load(directory / CARD).text
-    bound(upload_to_hub, dedent=lambda _: text)(str(directory), repository)
+    try:
+        bound(upload_to_hub, dedent=lambda _: text)(str(directory), repository)
+    except (OSError, HTTPError) as error:
+        raise SpecError(
+            f"{directory} was written, but could not be uploaded to {repository} "
+            f"({one_line(error)}): log in with `hf auth login`, or try again later"
+        ) from error

@@ -105,6 +105,22 @@ def test_uploading_is_mlx_lms_with_our_own_card(tmp_path, monkeypatch):
     assert b"mlx-spec generate --model MODEL" in calls[1][2]["README.md"]
 
 
+def test_an_upload_that_fails_leaves_the_drafter(tmp_path, monkeypatch):
+    class FakeApi:
+        def create_repo(self, **options):
+            raise huggingface_hub.errors.LocalTokenNotFoundError("no token")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    options = ("--from", reference("qwen3-5"), "--to", tmp_path / "out")
+    result = run("convert", *options, "--upload", "me/Qwen-MTP")
+    assert result.exit_code == 1
+    assert "was written, but could not be uploaded to me/Qwen-MTP (no token)" in result.stderr
+    assert run("inspect", tmp_path / "out", "--check").exit_code == 3
+    result = run("convert", *options[:3], tmp_path / "no", "--upload", "me")
+    assert "'me' cannot be a repository" in result.stderr
+    assert not (tmp_path / "no").exists()
+
+
 # Checking
 
 

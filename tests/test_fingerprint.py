@@ -33,6 +33,7 @@ from mlx_spec.convert.fingerprint import (
     recorded,
 )
 from mlx_spec.errors import CheckpointError, Incompatible
+from mlx_spec.fit import rope_differences
 from mlx_spec.inspection import inspect_path
 from mlx_spec.load import find_drafter, pairing_of
 from models import strip_head
@@ -248,6 +249,24 @@ def test_other_rotary_embeddings_and_another_tokenizer(models, tmp_path):
     assert report.pairing.startswith(f"Does not quite fit {target}: id ")
 
 
+def test_rotary_embeddings_are_compared_in_all_their_spellings():
+    flat = {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    nested = {"text_config": {"rope_parameters": flat | {"rope_type": "default"}}}
+    assert rope_differences(flat, nested) == rope_differences(nested, flat) == []
+    yarn = flat | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert rope_differences(yarn, nested) == [
+        "its rope_type is yarn and the model's default",
+        "its factor is 4.0 and the model's 1.0",
+    ]
+    gemma = config_of(reference("gemma4-dense"))
+    other = config_of(reference("gemma4-dense-assistant"))
+    assert rope_differences(other, gemma) == []
+    other["text_config"]["rope_parameters"]["full_attention"]["partial_rotary_factor"] = 0.5
+    assert rope_differences(other, gemma) == [
+        "its partial_rotary_factor in full_attention is 0.5 and the model's 0.25"
+    ]
+
+
 def test_sizes_are_never_allowed_to_differ(models, tmp_path):
     source = load(NAME)
     source.config["text_config"]["vocab_size"] = 256
@@ -314,6 +333,34 @@ def test_its_own_quantised_model(models):
     assert (inspection.verdict, inspection.fingerprint.verdict) == ("usable", "same")
     model, _ = mlx_spec.load(str(models.half), draft_model=str(models.drafter))
     assert pairing_of(model).detail is None
+
+
+def test_the_head_computes_with_the_users_own_quantised_matrices(models, tmp_path):
+    """Unless it brings its own."""
+    model, _ = mlx_spec.load(str(models.quantised), draft_model=str(models.drafter))
+    drafter = pairing_of(model).drafter
+    assert drafter.embed is model.language_model.model.embed_tokens
+    assert drafter.lm_head is model.language_model.lm_head
+    assert "scales" in drafter.embed
+    assert "scales" in drafter.lm_head
+    assert "embed_tokens" not in drafter.head
+
+    source = load(NAME)
+    embedding, output = np.random.default_rng(0).standard_normal((2, 512, 128), np.float32)
+    source.tensors["mtp.embed_tokens.weight"] = encode(embedding, "BF16")
+    source.tensors["mtp.shared_head.head.weight"] = encode(output, "BF16")
+    convert(save(source, tmp_path / "model"), tmp_path / "out", models.quantised)
+    model, _ = mlx_spec.load(str(models.quantised), draft_model=str(tmp_path / "out"))
+    drafter = pairing_of(model).drafter
+    token, state = mx.array([[7]]), mx.array(embedding[3], mx.bfloat16)
+    np.testing.assert_array_equal(
+        np.array(drafter.embed(token)[0, 0].astype(mx.float32)), rounded(embedding[7], "BF16")
+    )
+    np.testing.assert_allclose(
+        np.array(drafter.lm_head(state).astype(mx.float32)),
+        rounded(output, "BF16") @ rounded(embedding[3], "BF16"),
+        atol=0.3,
+    )
 
 
 @pytest.mark.parametrize("damage", [[], {"sha256": "x"}, {"sha256": "x", "norms": {"norm": "?"}}])

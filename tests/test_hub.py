@@ -145,6 +145,18 @@ def test_of_shards_only_those_with_the_head_are_read(tmp_path, serve):
     assert state.weights_sent <= 1.05 * drafter_bytes(path) + headers
 
 
+def test_a_target_on_the_hub_is_compared_by_a_few_norms(tmp_path, serve, own_cache):
+    state = serve(reference(HEAD), reference("qwen3-5-tied"))
+    report = convert(reference(HEAD), tmp_path / "out", f"org/{HEAD}")
+    assert report.pairing == f"Fits org/{HEAD}; the same tokenizer; the head belongs to this model"
+    assert state.weights_sent <= header_bytes(reference(HEAD) / FILE) + 4 * 128 * 2 + 64
+    assert not staged(own_cache)
+    with pytest.raises(Incompatible, match="belongs to another model"):
+        convert(f"org/{HEAD}", tmp_path / "other", "org/qwen3-5-tied")
+    convert(f"org/{HEAD}", tmp_path / "other", "org/qwen3-5-tied", allow_mismatch=True)
+    assert not staged(own_cache)
+
+
 def test_the_command_says_how_much_was_fetched(tmp_path, serve):
     state = serve(DEMO)
     result = CliRunner().invoke(

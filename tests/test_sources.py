@@ -38,33 +38,27 @@ def fingerprint_of(path):
 
 # GGUF
 
-HEAD = {
-    "fc": "nextn.eh_proj",
-    "pre_fc_norm_embedding": "nextn.enorm",
-    "pre_fc_norm_hidden": "nextn.hnorm",
-    "norm": "nextn.shared_head_norm",
-    "embed_tokens": "nextn.embed_tokens",
-    "lm_head": "nextn.shared_head_head",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
-    "mlp.switch_mlp.up_proj": "ffn_up_exps",
-    "mlp.switch_mlp.down_proj": "ffn_down_exps",
+# What llama.cpp calls the tensors outside of the layer (conversion/qwen.py).
+RENAMED = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+    "lm_head": "shared_head.head",
 }
+# The names of Qwen's layers, and those of `nextn`, by the gguf package.
+MAPS = [
+    gguf.get_tensor_name_map(gguf.MODEL_ARCH[name], LAYERS + 1)
+    for name in ("QWEN35", "QWEN35MOE", "GLM4_MOE")
+]
+
+
+def name_in_gguf(stem):
+    """Of a tensor of the head, in the layer after the model's own."""
+    stem = RENAMED.get(stem, stem).replace("switch_mlp", "experts")
+    return next(
+        found for names in MAPS if (found := names.get_name(f"model.layers.{LAYERS}.{stem}"))
+    )
 
 
 def as_gguf(source):
@@ -75,7 +69,7 @@ def as_gguf(source):
         stem = name.removeprefix("layers.0.").removesuffix(".weight")
         if stem == "mlp.shared_expert_gate":
             values = values[0]
-        tensors[f"blk.{LAYERS}.{HEAD[stem]}.weight"] = values
+        tensors[f"{name_in_gguf(stem)}.weight"] = values
     for name, stored in source.tensors.items():
         layer = name.partition("layers.")[2].partition(".")[0]
         if name.startswith("mtp."):
@@ -212,6 +206,12 @@ def test_a_file_of_its_own_with_a_config_beside_it_or_from_the_target(tmp_path):
     assert fingerprint_of(tmp_path / "out") == fingerprint_of(tmp_path / "original")
     assert report.norm_evidence == "format pt of mtp.safetensors"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=r"alone/mtp.safetensors is truncated"):
+        convert(file, tmp_path / "cut", reference("qwen3-5"))
+    file.write_bytes(whole)
 
     for name in ("config.json", "tokenizer.json"):
         shutil.copyfile(reference("qwen3-5") / name, file.parent / name)

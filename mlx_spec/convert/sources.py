@@ -54,7 +54,7 @@ def open_source(
     if path.is_file() and path.suffix == SUFFIX:
         if config is None and not (path.parent / CONFIG).is_file():
             raise SpecError(f"there is no {CONFIG} beside {path}: give the model with --target")
-        return Checkpoint(path, OneFile(path, config))
+        return Checkpoint(path.parent, OneFile(path, config), directory=path)
     if path.is_file() and path.suffix == ".gguf":
         if config is None:
             raise SpecError(
