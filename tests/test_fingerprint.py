@@ -230,6 +230,14 @@ def test_another_generation_is_named_and_allowed_on_request(change, words, model
     model, _ = mlx_spec.load(str(target), draft_model=str(tmp_path / "again"))
 
 
+def test_what_was_allowed_for_one_model_is_not_for_others(models, tmp_path):
+    target = changed(tmp_path / "target", another)
+    convert(models.source, tmp_path / "out", target, allow_mismatch=True)
+    third = changed(tmp_path / "third", lambda w: another(another(w)))
+    with pytest.raises(Incompatible, match="belongs to another model"):
+        mlx_spec.load(str(third), draft_model=str(tmp_path / "out"))
+
+
 def test_other_rotary_embeddings_and_another_tokenizer(models, tmp_path):
     target = tmp_path / "target"
     shutil.copytree(models.quantised, target)

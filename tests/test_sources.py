@@ -23,6 +23,7 @@ from checkpoints import (
 )
 
 from mlx_spec.conversion import convert
+from mlx_spec.convert.gguf import open_gguf
 from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 
 LAYERS = 4
@@ -137,6 +138,19 @@ def test_types_of_gguf(kind, dtype, stored, tmp_path):
             values = gguf.quants.dequantize(gguf.quants.quantize(values, quantised), quantised)
         assert tensor.dtype == stored
         np.testing.assert_array_equal(decode(tensor), rounded(values, stored), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_any_part_of_a_gguf_file_can_be_read(kind, tmp_path):
+    path = write_gguf(tmp_path / "head.gguf", as_gguf(load("qwen3-5")), kind)
+    files = open_gguf(path, config_of(reference("qwen3-5"))).files
+    size = files.size_bytes("tensors.safetensors")
+    whole = files.read("tensors.safetensors", 0, size)
+    assert len(whole) == size
+    rng = np.random.default_rng(0)
+    for begin, length in zip(rng.integers(0, size, 30), rng.integers(0, 3000, 30), strict=True):
+        end = min(int(begin + length), size)
+        assert files.read("tensors.safetensors", int(begin), end) == whole[begin:end]
 
 
 def test_a_dedicated_embedding_and_an_unknown_number_of_layers(tmp_path):
