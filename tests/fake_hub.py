@@ -160,14 +160,15 @@ def _handler(hub: FakeHub, server: str) -> type[BaseHTTPRequestHandler]:
                 return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
             size = file.stat().st_size
             headers = {"ETag": f'"{file.name}-{size}"'}
-            if server == "hub":
+            # Older clients follow to another port for HEAD, as they would within a host.
+            if server == "hub" or self.command == "HEAD":
                 headers["X-Repo-Commit"] = COMMIT
                 if file.suffix == ".safetensors":
                     headers["X-Repo-Commit"] = hub.weights_commit
                     headers["X-Linked-Etag"] = f'"{sha256(file, file.stat().st_mtime_ns)}"'
                     headers["X-Linked-Size"] = str(size)
-                    headers["Location"] = hub.storage + self.path
-                    return self.send(302, b"", headers)
+            if server == "hub" and file.suffix == ".safetensors":
+                return self.send(302, b"", headers | {"Location": hub.storage + self.path})
             self.send_file(file, size, headers)
 
         def send_file(self, file: Path, size: int, headers: dict[str, str]) -> None:
