@@ -182,6 +182,8 @@ def _handler(hub: FakeHub, server: str) -> type[BaseHTTPRequestHandler]:
             if found and hub.ranges:
                 begin, end = int(found[1]), int(found[2]) + 1
                 headers = {"Content-Range": f"bytes {begin}-{end - 1}/{size}"} | headers
+                if "gzip" in self.headers["Accept-Encoding"]:
+                    headers["Content-Encoding"] = "gzip"  # whoever asks for parts must not want it
                 self.send(206, data[begin:end], headers, file.name, cut)
             else:
                 self.send(200, data, headers, file.name, cut)
