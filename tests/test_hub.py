@@ -26,6 +26,7 @@ from fake_hub import COMMIT, FakeHub, Fault, serving
 from mlx_spec.cli import cli
 from mlx_spec.conversion import convert
 from mlx_spec.convert import download, hub, ranges
+from mlx_spec.convert.staging import Piece, Staging
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
 from mlx_spec.load import find_drafter
 
@@ -445,12 +446,38 @@ def test_files_that_are_too_large_to_be_what_they_are_called(tmp_path, serve, mo
         convert(f"org/{HEAD}", tmp_path / "out")
 
 
-def test_two_processes_do_not_write_into_each_others_pieces(tmp_path, own_cache):
-    first = hub.Staging(own_cache / "pieces")
-    with pytest.raises(SpecError, match="another process is fetching the same"):
-        hub.Staging(own_cache / "pieces")
-    first.close()
-    hub.Staging(own_cache / "pieces").remove()
+def test_two_processes_share_their_pieces(tmp_path, own_cache):
+    path, piece = tmp_path / "pieces", Piece("file", 3, 9)
+    first, second = Staging(path), Staging(path)
+    first.put(piece, [b"abc", b"def"])
+    assert second.find(piece)
+    first.remove()
+    assert second.read("file", 4, 8) == b"bcde"
+    second.remove()
+    assert not path.exists()
+
+
+def test_pieces_that_overlap_or_leave_gaps(tmp_path):
+    staging, data = Staging(tmp_path), bytes(range(100))
+    for begin, end in [(10, 30), (20, 50), (40, 45), (60, 70)]:
+        staging.put(Piece("file", begin, end), [data[begin:end]])
+    for begin in range(100):
+        for end in range(begin, 100):
+            here = any(a <= begin and end <= b for a, b in [(10, 50), (60, 70)]) or begin == end
+            assert staging.covers("file", begin, end) == here
+            if here:
+                assert staging.read("file", begin, end) == data[begin:end]
+
+
+def test_source_and_target_may_be_the_same_repository(tmp_path, serve, own_cache):
+    """Of the target only the norms are read, by which the drafter knows it."""
+    path = save_sharded(load("qwen3-5-trained"), tmp_path / "sharded")
+    state = serve(path)
+    convert("org/sharded", tmp_path / "there", "org/sharded@main")
+    convert(path, tmp_path / "here", path)
+    assert_same_drafter(tmp_path / "here", tmp_path / "there")
+    assert state.weights_sent < 1.3 * drafter_bytes(path)
+    assert not staged(own_cache)
 
 
 # With the model

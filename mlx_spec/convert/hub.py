@@ -137,10 +137,8 @@ class Repository:
         file = self._files[name]
         if self._is_here(file):
             return Folder(self.folder).read(name, begin, end)
-        if self._staging:
-            data = self._staging.read(_key(file), begin, end)
-            if len(data) == end - begin:
-                return data
+        if self._staging and self._is_staged(file, begin, end):
+            return self._staging.read(_key(file), begin, end)
         with explained(f"{self.name}/{name}"):
             data = b"".join(self._downloads.stream(file, begin, end))
         if begin == len(self._heads.get(name, b"")):
@@ -162,6 +160,7 @@ class Repository:
             if name in self._downloads.ranges_ignored:
                 self._fetch_whole(file, total_bytes(ranges))
                 continue
+            ranges = [part for part in ranges if not self._is_staged(file, *part)]
             pieces += [(file, *part) for part in split(coalesce(ranges), PIECE_BYTES)]
         try:
             if pieces:
@@ -192,6 +191,9 @@ class Repository:
     def _is_here(self, file: RemoteFile) -> bool:
         path = self.folder / file.name
         return path.is_file() and path.stat().st_size == file.size_bytes
+
+    def _is_staged(self, file: RemoteFile, begin: int, end: int) -> bool:
+        return self._staging is not None and self._staging.covers(_key(file), begin, end)
 
     def _fetch(self, parts: list[tuple[RemoteFile, int, int]]) -> None:
         if self._staging is None:

@@ -10,13 +10,15 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from mlx_spec.errors import SpecError
 
 READ_BYTES = 1 << 20
+LOCK = ".lock"
 
 
 @dataclass(frozen=True, order=True)
@@ -37,25 +39,17 @@ class Piece:
 
 
 class Staging:
-    """A directory of pieces.
+    """A directory of pieces, which several users may fill at once.
 
     Raises:
-        SpecError: another process uses it, or it cannot be written.
+        SpecError: it cannot be written.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._pieces: dict[str, dict[Piece, Path]] = {}
         with self._writing():
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(path / ".lock", "w")  # noqa: SIM115
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise SpecError(
-                f"another process is fetching the same repository into {path}: wait for it"
-            ) from error
+            self._lock = self._shared_lock()
 
     def find(self, piece: Piece) -> bool:
         """Is a sound copy of it here? One that is not is removed."""
@@ -69,7 +63,7 @@ class Staging:
     def put(self, piece: Piece, data: Iterable[bytes]) -> None:
         """Raises SpecError if it cannot be written."""
         folder = self.path / piece.file
-        beside = folder / f".{piece.begin}-{piece.end}.new"
+        beside = folder / f".{piece.begin}-{piece.end}.{os.getpid()}-{id(self)}.new"
         digest = hashlib.sha256()
         with self._writing():
             folder.mkdir(exist_ok=True)
@@ -88,13 +82,24 @@ class Staging:
     def read(self, file: str, begin: int, end: int) -> bytes:
         """Bytes of a file, which may lie in several pieces; fewer if not all of them are here."""
         parts = []
-        for piece, path in sorted(self._pieces.get(file, {}).items()):
-            first, last = max(begin, piece.begin), min(end, piece.end)
-            if first < last:
-                with open(path, "rb") as stored:
-                    stored.seek(first - piece.begin)
-                    parts.append(stored.read(last - first))
+        for path, offset, nbytes in self._places(file, begin, end):
+            with open(path, "rb") as stored:
+                stored.seek(offset)
+                parts.append(stored.read(nbytes))
         return b"".join(parts)
+
+    def covers(self, file: str, begin: int, end: int) -> bool:
+        """Are these bytes of a file here?"""
+        return sum(nbytes for _, _, nbytes in self._places(file, begin, end)) == end - begin
+
+    def _places(self, file: str, begin: int, end: int) -> Iterator[tuple[Path, int, int]]:
+        """Where the bytes from `begin` on lie, up to the first that is not here: (path of a piece,
+        offset in it, how many). Pieces may overlap."""
+        for piece, path in sorted(self._pieces.get(file, {}).items()):
+            if piece.begin <= begin < min(piece.end, end):
+                nbytes = min(piece.end, end) - begin
+                yield path, begin - piece.begin, nbytes
+                begin += nbytes
 
     def sha256(self, file: str, head: bytes, size_bytes: int) -> str | None:
         """Of a file that begins with `head`, in hex; None unless all the rest is here."""
@@ -133,8 +138,21 @@ class Staging:
         self._lock.close()
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Removes all pieces, unless others use them."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+    def _shared_lock(self) -> TextIO:
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / LOCK, "a")  # noqa: SIM115
+            fcntl.flock(file, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):  # another user has just removed it
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path / LOCK)):
+                    return file
+            file.close()
 
 
 def sha256_of(paths: Iterable[Path], head: bytes = b"") -> str:
