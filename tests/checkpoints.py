@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from reference_files import checkpoints
 
-REFERENCE = Path(__file__).parent / "reference"
 NAMES = (
     "qwen3-5",
     "qwen3-5-tied",
@@ -117,7 +117,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def reference(name: str) -> Path:
-    return REFERENCE / "ckpts" / name
+    return checkpoints() / name
 
 
 def weights_of(path: Path) -> dict[str, Stored]:
@@ -154,7 +154,7 @@ def write_file(path: Path, tensors: dict[str, Stored], metadata: dict[str, str] 
 
 def load(name: str) -> Source:
     """A reference checkpoint."""
-    path = REFERENCE / "ckpts" / name
+    path = checkpoints() / name
     config = json.loads((path / "config.json").read_text())
     return Source(config, read_file(path / "model.safetensors"), path=path)
 

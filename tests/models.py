@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
+from reference_files import REFERENCE, checkpoints
 
 from mlx_spec.accept import Acceptance, Greedy
 from mlx_spec.demo import demo_model
@@ -24,7 +25,6 @@ from mlx_spec.sliding_window import SlidingWindow, in_time_order
 from mlx_spec.targets import target_for
 from mlx_spec.targets.target import Target
 
-REFERENCE = Path(__file__).parent / "reference"
 RANDOM = ["qwen3-5", "qwen3-5-tied", "qwen3-5-moe", "qwen3-6-moe", "qwen3-next"]
 TRAINED = ["qwen3-5-trained", "qwen3-6-moe-trained"]
 DEMO = "demo"
@@ -57,7 +57,7 @@ class Pair:
 
 
 def checkpoint_path(name: str) -> Path:
-    return demo_model(DEMOS[name]) if name in DEMOS else REFERENCE / "ckpts" / name
+    return demo_model(DEMOS[name]) if name in DEMOS else checkpoints() / name
 
 
 def strip_head(path: Path) -> None:

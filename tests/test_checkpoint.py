@@ -11,7 +11,6 @@ import pytest
 from checkpoints import (
     INDEX,
     NAMES,
-    REFERENCE,
     Source,
     Stored,
     decode,
@@ -24,12 +23,13 @@ from checkpoints import (
     split_trunk_and_head,
     write_file,
 )
+from reference_files import checkpoints
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.header import header_bytes, parse_header, render_header
 from mlx_spec.errors import CheckpointError
 
-DENSE = REFERENCE / "ckpts" / "qwen3-5"
+DENSE = checkpoints() / "qwen3-5"
 
 
 def as_numpy(array: mx.array) -> np.ndarray:
@@ -51,7 +51,7 @@ def sharded(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_reads_as_the_safetensors_library_reads_it(name):
-    checkpoint = Checkpoint.open(REFERENCE / "ckpts" / name)
+    checkpoint = Checkpoint.open(checkpoints() / name)
     source = load(name)
     assert checkpoint.names == sorted(source.tensors)
     for key, stored in source.tensors.items():

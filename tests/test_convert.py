@@ -12,7 +12,6 @@ from checkpoints import (
     INDEX,
     NAMES,
     NORMS,
-    REFERENCE,
     Stored,
     config_of,
     decode,
@@ -31,6 +30,7 @@ from checkpoints import (
     weights_of,
     write_file,
 )
+from reference_files import REFERENCE
 
 from mlx_spec.conversion import convert
 from mlx_spec.convert import write as writing

@@ -12,7 +12,6 @@ import pytest
 from checkpoints import (
     ASSISTANTS,
     MISFITS,
-    REFERENCE,
     Source,
     Stored,
     config_of,
@@ -29,6 +28,7 @@ from checkpoints import (
     write_file,
 )
 from mlx_lm.utils import load_model, load_tokenizer
+from reference_files import REFERENCE
 
 import mlx_spec
 from mlx_spec.conversion import convert

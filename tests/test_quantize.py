@@ -10,7 +10,6 @@ import mlx_lm
 import numpy as np
 import pytest
 from checkpoints import (
-    REFERENCE,
     config_of,
     decode,
     expected,
@@ -21,6 +20,7 @@ from checkpoints import (
     weights_of,
 )
 from mlx_lm.utils import load_model, load_tokenizer
+from reference_files import REFERENCE
 
 import mlx_spec
 from mlx_spec.conversion import convert
