@@ -10,12 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec import mistakes
 from mlx_spec.convert import gemma4_assistant, qwen_nextn
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
 from mlx_spec.drafters.gemma4_assistant import AssistantDrafter
 from mlx_spec.drafters.qwen_nextn import NextNDrafter
 from mlx_spec.errors import Incompatible
+from mlx_spec.mistakes import Mistake
 from mlx_spec.targets import gemma4
 from mlx_spec.targets.qwen import QwenTarget
 from mlx_spec.targets.target import Target
@@ -39,6 +41,7 @@ class Family:
         layers: of that module.
         misfits: what keeps the first checkpoint's drafter from working with the second one, a
             model of `target_types`; one clause for each fault.
+        mistakes: that a drafter may come with, in the order in which they are likely.
     """
 
     drafter: Any
@@ -54,6 +57,7 @@ class Family:
     build: Callable[[dict[str, Any], Iterable[str]], Any]
     layers: Callable[[Any], list[nn.Module]]
     misfits: Callable[[Checkpoint, Checkpoint], list[str]]
+    mistakes: tuple[Mistake, ...]
 
 
 QWEN_NEXTN = Family(
@@ -70,6 +74,7 @@ QWEN_NEXTN = Family(
     build=qwen_nextn.build,
     layers=lambda module: module.layers,
     misfits=qwen_nextn.misfits,
+    mistakes=mistakes.QWEN_NEXTN,
 )
 GEMMA4_ASSISTANT = Family(
     drafter=AssistantDrafter,
@@ -85,6 +90,7 @@ GEMMA4_ASSISTANT = Family(
     build=gemma4_assistant.build,
     layers=lambda module: module.model.layers,
     misfits=gemma4_assistant.misfits,
+    mistakes=mistakes.GEMMA4_ASSISTANT,
 )
 FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT)
 
@@ -100,6 +106,12 @@ def family_of_head(head: Head) -> Family:
     family = family_of_drafter(head.config)
     assert family is not None
     return family
+
+
+def mistakes_of(drafter: Any) -> tuple[Mistake, ...]:
+    """Those of a loaded drafter's family; none for another kind of drafter."""
+    found = (family.mistakes for family in FAMILIES if type(drafter) is family.drafter)
+    return next(found, ())
 
 
 def family_of_target(config: dict[str, Any]) -> Family | None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mlx_spec.bench.against import Endpoint, measure_against
+from mlx_spec.bench.draft_vocab import advise
 from mlx_spec.bench.measure import Plan, bench_loaded, drafter_of
 from mlx_spec.bench.parts import calibrate
 from mlx_spec.bench.plots import require_matplotlib, write_html, write_png
@@ -77,6 +78,8 @@ def run_bench(
             learn_costs(model, drafter, len(ids), calibrate(model, drafter, ids, depths))
     result = bench_loaded(model, tokenizer, model_path, prompts, plan)
     text = as_markdown(result) if markdown else as_text(result)
+    if advice := advise(drafter, result.rows):
+        text += f"\n\n{advice}"
     as_dict = result.as_dict()
     if endpoint is not None:
         against = measure_against(endpoint, prompts, plan.max_tokens, plan.repeats, plan.temp, say)

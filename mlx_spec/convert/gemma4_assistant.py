@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import gemma4, gemma4_text
 
-from mlx_spec.convert import match
+from mlx_spec.convert import draft_vocab, match
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head, Provenance, check_format_version
 from mlx_spec.convert.weights import Parameter, Weights, cast
@@ -24,7 +24,7 @@ from mlx_spec.targets.gemma4 import Gemma4Target
 
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 ORDERING = "masked_embedding.token_ordering"
-INTEGERS = ("I64", "I32")
+INTEGERS = {ORDERING: ("I64", "I32"), **dict.fromkeys(draft_vocab.NAMES, draft_vocab.INTEGERS)}
 
 # Without these the classes of mlx-lm would fall back on a default, that is, invent them.
 REQUIRED = ("backbone_hidden_size", "text_config")
@@ -82,7 +82,9 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
         used=tuple(sorted(recipes)),
         unused=tuple(sorted(set(checkpoint.names) - recipes.keys())),
     )
-    return Head(config, _weights(checkpoint, recipes, dtype), origin)
+    weights = _weights(checkpoint, recipes, dtype)
+    vocab_size = config["text_config"]["vocab_size"]
+    return Head(config, draft_vocab.checked(weights, checkpoint, vocab_size), origin)
 
 
 def _weights(checkpoint: Checkpoint, recipes: match.Recipes, dtype: mx.Dtype | None) -> Weights:
@@ -136,9 +138,9 @@ def _match(checkpoint: Checkpoint) -> tuple[dict[str, Any], match.Recipes]:
     missing, unused = sorted(needed.keys() - made), sorted(set(checkpoint.names) - needed.keys())
     match.check_missing(checkpoint, missing, unused, *INCOMPLETE)
     match.check_shapes(checkpoint, made, needed)
-    ordering = {key: needed[key] for key in needed if key == ORDERING}
-    match.check_dtypes(checkpoint, made, ordering, INTEGERS)
-    floats = {key: needed[key] for key in needed if key != ORDERING}
+    for key in INTEGERS.keys() & needed:
+        match.check_dtypes(checkpoint, made, {key: needed[key]}, INTEGERS[key])
+    floats = {key: needed[key] for key in needed if key not in INTEGERS}
     match.check_dtypes(checkpoint, made, floats, match.FLOATS)
     return config, {key: made[key] for key in sorted(needed)}
 
@@ -171,6 +173,7 @@ def _drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config["mlx_spec"] = {
         "norm_convention": "plain",
         "query_position": checkpoint.section("mlx_spec").get("query_position", "P"),
+        **draft_vocab.recorded(checkpoint),
     }
     return config
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.convert import fp8, match
+from mlx_spec.convert import draft_vocab, fp8, match
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head, Provenance, check_format_version
 from mlx_spec.convert.match import Recipe, Recipes, Shapes
@@ -109,8 +109,9 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
         used=tuple(sorted(used)),
         unused=tuple(sorted(set(names) - used)),
     )
-    config["mlx_spec"] = {"norm_convention": "folded", "norm_evidence": evidence}
-    return Head(config, weights, origin)
+    config["mlx_spec"] |= {"norm_convention": "folded", "norm_evidence": evidence}
+    vocab_size = config["text_config"]["vocab_size"]
+    return Head(config, draft_vocab.checked(weights, checkpoint, vocab_size), origin)
 
 
 def _weights(
@@ -213,7 +214,10 @@ def _match(checkpoint: Checkpoint, made: Recipes) -> tuple[dict[str, Any], Recip
     unused = sorted(name for key in made.keys() - needed for name in made[key].sources)
     match.check_missing(checkpoint, _missing(checkpoint, made, needed), unused, *STRIPPED)
     match.check_shapes(checkpoint, made, needed)
-    match.check_dtypes(checkpoint, made, needed, FLOATS)
+    integers = {key: needed[key] for key in needed if key in draft_vocab.NAMES}
+    match.check_dtypes(checkpoint, made, integers, draft_vocab.INTEGERS)
+    floats = {key: needed[key] for key in needed if key not in integers}
+    match.check_dtypes(checkpoint, made, floats, FLOATS)
     return config, {key: made[key] for key in sorted(needed)}
 
 
@@ -234,12 +238,14 @@ def _drafter_config(checkpoint: Checkpoint, made: Iterable[str]) -> dict[str, An
                 f"config.json of {checkpoint.path} has {field} {value}, and the limit is "
                 f"{maximum}: download it from the original repository"
             )
+    drafter = checkpoint.config.get("model_type") == DRAFTER_TYPE
     tied = checkpoint.config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return {
         "model_type": DRAFTER_TYPE,
         "text_config": text,
         "tie_word_embeddings": tied,
         "block_size": _layers(checkpoint, made) + 2,
+        "mlx_spec": draft_vocab.recorded(checkpoint) if drafter else {},
     }
 
 

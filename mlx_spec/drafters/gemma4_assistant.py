@@ -12,6 +12,7 @@ modeling_gemma4_assistant.py; the layers are mlx-lm's own, as those of Gemma-4 t
 keys and values with an earlier layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,6 +22,7 @@ from mlx_lm.models import gemma4_text
 
 from mlx_spec.candidates import Candidates
 from mlx_spec.drafters import Pick
+from mlx_spec.drafters.draft_vocab import DraftVocab, size_of
 from mlx_spec.errors import CheckpointError, Incompatible
 from mlx_spec.targets.gemma4 import Gemma4Target, SharedKV
 
@@ -37,6 +39,7 @@ class ModelArgs:
     num_centroids: int
     centroid_intermediate_top_k: int
     query_position: QueryPosition
+    draft_vocab: int | None = None  # tokens
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ModelArgs":
@@ -55,6 +58,7 @@ class ModelArgs:
             config.get("num_centroids", 2048),
             config.get("centroid_intermediate_top_k", 32),
             position,
+            size_of(config),
         )
 
 
@@ -101,6 +105,8 @@ class Gemma4Assistant(nn.Module):
         self.post_projection = nn.Linear(hidden_size, backbone, bias=False)
         if args.use_ordered_embeddings:
             self.masked_embedding = MaskedEmbedding(args)
+        if args.draft_vocab is not None:
+            self.draft_vocab = DraftVocab(args.draft_vocab)
 
     def __call__(
         self, embedding: mx.array, hidden: mx.array, kv: SharedKV, position: int
@@ -115,13 +121,21 @@ class Gemma4Assistant(nn.Module):
 
         Returns: logits (1, V) or of the candidates, and the hidden state for the next draft.
         """
+        y = self.states(embedding, hidden, kv, position)
+        return self.logits(y[0]), self.post_projection(y)
+
+    def states(
+        self, embedding: mx.array, hidden: mx.array, kv: SharedKV, position: int
+    ) -> mx.array:
+        """Arguments as above; (1, 1, H_a), what logits are computed from."""
         u = self.pre_projection(mx.concatenate([embedding, hidden], axis=-1))
-        y = self.model(u, kv, position)  # (1, 1, H_a)
+        return self.model(u, kv, position)
+
+    def logits(self, y: mx.array) -> mx.array | Candidates:
+        """y (1, H_a)."""
         if self.args.use_ordered_embeddings:
-            logits = self.masked_embedding(y[0], self.model.embed_tokens)
-        else:
-            logits = self.model.embed_tokens.as_linear(y[0])
-        return logits, self.post_projection(y)
+            return self.masked_embedding(y, self.model.embed_tokens)
+        return self.model.embed_tokens.as_linear(y)
 
     @property
     def quant_predicate(self):
@@ -155,6 +169,10 @@ class AssistantDrafter:
         self.head = head
         self.embed = target.embed
         self.shared_kv = target.shared_kv
+        self.logits: Callable[[mx.array], mx.array | Candidates] = head.logits
+        if head.args.draft_vocab is not None:
+            embedding, vocab_size = head.model.embed_tokens, target.vocab_size
+            self.logits = head.draft_vocab.restrict(embedding, vocab_size)
         self.shift = -1 if head.args.query_position == "P-1" else 0
 
     def make_cache(self) -> list[Any]:
@@ -183,9 +201,10 @@ class AssistantDrafter:
         newest, h = tokens[-1:], hidden[:, -1:]
         drafts: list[mx.array] = []
         while len(drafts) < n:
-            logits, h = self.head(self.embed(newest[None]), h, kv, position)
-            newest = pick(logits, drafts)
+            y = self.head.states(self.embed(newest[None]), h, kv, position)
+            newest = pick(self.logits(y[0]), drafts)
             drafts.append(newest)
+            h = self.head.post_projection(y)
         return drafts
 
 

@@ -6,11 +6,13 @@ For a committed token x[t+1] and the target's hidden state h[t] (after its final
     m = norm(decoder_layer(u))                      gated full attention, own KV cache
     logits of x[t+2] = lm_head(m)
 
-E and lm_head are the target's unless the checkpoint brings its own. A further draft feeds back
-m in place of h. Formula: vLLM's qwen3_next_mtp.py and qwen3_5_mtp.py; several layers follow
-DeepSeek-V3 (arXiv 2412.19437, section 2.2): layer k pairs layer k-1's m[t] with x[t+1+k].
+E and lm_head are the target's unless the checkpoint brings its own. Of lm_head, a draft vocabulary
+leaves some rows only. A further draft feeds back m in place of h. Formula: vLLM's
+qwen3_next_mtp.py and qwen3_5_mtp.py; several layers follow DeepSeek-V3 (arXiv 2412.19437, section
+2.2): layer k pairs layer k-1's m[t] with x[t+1+k].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,9 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
+from mlx_spec.candidates import Candidates
 from mlx_spec.drafters import Pick
+from mlx_spec.drafters.draft_vocab import DraftVocab, size_of
 from mlx_spec.errors import Incompatible
 from mlx_spec.targets.target import Target
 
@@ -32,6 +36,7 @@ class ModelArgs(TextModelArgs):
     mtp_num_hidden_layers: int = 1
     dedicated_embedding: bool = False
     dedicated_lm_head: bool = False
+    draft_vocab: int | None = None  # tokens
 
     @classmethod
     def from_config(cls, config: dict[str, Any], weights: dict[str, Any]) -> "ModelArgs":
@@ -49,6 +54,7 @@ class ModelArgs(TextModelArgs):
         text["mtp_num_hidden_layers"] = len(layers)
         text["dedicated_embedding"] = "embed_tokens.weight" in weights
         text["dedicated_lm_head"] = "lm_head.weight" in weights
+        text["draft_vocab"] = size_of(config)
         if "layers.0.mlp.gate.weight" not in weights:
             text["num_experts"] = 0
         return cls.from_dict(text)
@@ -70,6 +76,8 @@ class QwenNextN(nn.Module):
             self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         if args.dedicated_lm_head:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        if args.draft_vocab is not None:
+            self.draft_vocab = DraftVocab(args.draft_vocab)
 
     def __call__(
         self, embeddings: mx.array, hidden: mx.array, layer: int, cache: KVCache
@@ -119,6 +127,10 @@ class NextNDrafter:
         self.head = head
         self.embed = head.embed_tokens if head.args.dedicated_embedding else target.embed
         self.lm_head = head.lm_head if head.args.dedicated_lm_head else target.lm_head
+        self.output_matrix = head.lm_head if head.args.dedicated_lm_head else target.output_matrix
+        self.logits: Callable[[mx.array], mx.array | Candidates] = self.lm_head
+        if head.args.draft_vocab is not None:
+            self.logits = head.draft_vocab.restrict(self.output_matrix, target.vocab_size)
 
     def make_cache(self) -> list[Any]:
         layers = len(self.head.layers)
@@ -154,7 +166,7 @@ class NextNDrafter:
         learnt = self.position(caches)
         drafts: list[mx.array] = []
         while True:
-            logits = self.lm_head(m[:, -1:])[:, 0]  # (1, V)
+            logits = self.logits(m[:, -1])  # (1, V)
             drafts.append(pick(logits, drafts))
             k = len(drafts)
             if k == n:

@@ -42,7 +42,9 @@ class Gemma4Target:
         # model holds these.
         embedding, scale = self.text.model.embed_tokens, self.text.model.embed_scale
         self.embed: Callable[[mx.array], mx.array] = lambda tokens: embedding(tokens) * scale
-        matrix = embedding.as_linear if args.tie_word_embeddings else self.text.lm_head
+        tied = args.tie_word_embeddings
+        matrix = embedding.as_linear if tied else self.text.lm_head
+        self.output_matrix: nn.Module = embedding if tied else self.text.lm_head
         softcap = self.text.final_logit_softcapping
         self.lm_head: Callable[[mx.array], mx.array] = matrix
         if softcap is not None:

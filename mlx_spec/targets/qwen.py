@@ -39,6 +39,7 @@ class QwenTarget:
         tied = self.text.args.tie_word_embeddings
         self.embed = embedding
         self.lm_head = embedding.as_linear if tied else self.text.lm_head
+        self.output_matrix: nn.Module = embedding if tied else self.text.lm_head
         self._module = sys.modules[type(self.text).__module__]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:

@@ -20,6 +20,7 @@ class Target(Protocol):
     window: int | None  # of sliding attention, in tokens
     embed: Callable[[mx.array], mx.array]  # what the first layer gets: (1, T) -> (1, T, H)
     lm_head: Callable[[mx.array], mx.array]  # from hidden to logits: (1, T, H) -> (1, T, V)
+    output_matrix: nn.Module  # of lm_head, a row for each token; the embedding if they are tied
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         """One forward: tokens (1, T) -> hidden states after the final norm (1, T, H) and

@@ -1,0 +1,297 @@
+"""Probing: heads that are broken on purpose, and what is said of them."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import NORMS, Source, decode, encode, load, save
+from mlx_lm.utils import load_model
+
+from mlx_spec.convert.quantize import quantize_head
+from mlx_spec.drafters import Drafter
+from mlx_spec.errors import BadArguments, Incompatible, NotEngaged, SpecError
+from mlx_spec.families import mistakes_of
+from mlx_spec.load import build_head, load_drafter, read_drafter
+from mlx_spec.mistakes import Mistake
+from mlx_spec.probe import Cause, Probe, Trial, parse_bits, precisions, probe
+from mlx_spec.stats import SpecStats
+from mlx_spec.targets import target_for
+from models import Pair, checkpoint_path, pair
+
+QWEN, GEMMA = "qwen3-5-trained", "gemma4-dense-trained"
+ASSISTANT = f"{GEMMA}-assistant"
+
+
+def probed(p: Pair, drafter: Drafter) -> Probe:
+    """Over the language that the reference models were trained on."""
+    return probe(p.model, p.tokenizer, drafter, prompts=[p.prompt], max_tokens=40)
+
+
+def change(source: Source, name: str, values) -> None:
+    """`values`: from the old ones to the new ones, of one tensor."""
+    source.tensors[name] = encode(values(decode(source.tensors[name])), "BF16")
+
+
+def add_to_qwen_norms(by: float):
+    def breaking(source: Source) -> None:
+        source.map(lambda name: name.removeprefix("mtp.") in NORMS, lambda w: w + by)
+
+    return breaking
+
+
+def swap_halves(name: str):
+    return lambda source: change(source, name, lambda w: np.roll(w, w.shape[1] // 2, axis=1))
+
+
+QWEN_BREAKS = {
+    "its norms lack the one that is to be added": add_to_qwen_norms(-1),
+    "its norms have one too much": add_to_qwen_norms(1),
+    "its fc takes the hidden state first and the embedding second": swap_halves("mtp.fc.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", QWEN_BREAKS)
+def test_a_broken_qwen_head(fault, tmp_path):
+    source = load(QWEN)
+    QWEN_BREAKS[fault](source)
+    p = pair(QWEN)
+    result = probed(p, load_drafter(save(source, tmp_path / "broken"), p.target))
+    assert result.verdict == "does not work"
+    assert result.causes[0].mistake.fault == fault
+    assert [cause.helps for cause in result.causes] == [True, False, False, False]
+    assert result.causes[0].trial.first == pytest.approx(probed(p, p.drafter).trial.first, abs=0.05)
+
+
+def test_a_qwen_head_for_hidden_states_before_the_norm(tmp_path):
+    """In a model with a strong final norm: its weights times s, the output matrix over s. The
+    norm of the head has the model's former one in it, as that is missing from its input."""
+    source = load(QWEN)
+    norm = "model.language_model.norm.weight"
+    g = 1 + decode(source.tensors[norm])
+    s = 2.0 ** np.random.default_rng(0).integers(-3, 4, g.shape).astype(np.float32)
+    change(source, norm, lambda w: (1 + w) * s - 1)
+    change(source, "lm_head.weight", lambda w: w / s)
+    change(source, "mtp.pre_fc_norm_hidden.weight", lambda w: (1 + w) * g - 1)
+    path = save(source, tmp_path / "broken")
+    model, _ = load_model(path)
+    tokenizer, prompt = pair(QWEN).tokenizer, pair(QWEN).prompt
+    drafter = load_drafter(path, target_for(model))
+    result = probe(model, tokenizer, drafter, prompts=[prompt], max_tokens=40)
+    assert result.verdict == "does not work"
+    assert result.cause == "hidden variant"
+    assert "before the final norm (hidden variant; with that undone 0." in result.explanation
+
+
+def swap_projection(source: Source) -> None:
+    swap_halves("pre_projection.weight")(source)
+
+
+def add_to_gemma_norms(source: Source) -> None:
+    source.map(lambda name: "norm" in name, lambda w: w + 1)
+
+
+def scale_embeddings(by: float):
+    def breaking(source: Source) -> None:
+        width = source.config["backbone_hidden_size"]
+        scale = np.where(np.arange(2 * width) < width, width ** (by / 2), 1)
+        change(source, "pre_projection.weight", lambda w: w * scale)
+
+    return breaking
+
+
+def other_position(source: Source) -> None:
+    source.config["mlx_spec"] = {"query_position": "P-1"}
+
+
+GEMMA_BREAKS = {
+    "its norms have one too much": add_to_gemma_norms,
+    "its pre_projection takes the hidden state first and the embedding second": swap_projection,
+    "its pre_projection takes embeddings that are not scaled": scale_embeddings(1),
+    "its pre_projection takes embeddings that are scaled twice": scale_embeddings(-1),
+    "its queries stand at the other one of the positions P and P-1 (query_position)": (
+        other_position
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", GEMMA_BREAKS)
+def test_a_broken_assistant(fault, tmp_path):
+    source = load(ASSISTANT)
+    GEMMA_BREAKS[fault](source)
+    p = pair(GEMMA)
+    result = probed(p, load_drafter(save(source, tmp_path / "broken"), p.target))
+    assert result.causes[0].mistake.fault == fault
+    assert result.causes[0].helps
+    assert result.causes[0].trial.first == pytest.approx(probed(p, p.drafter).trial.first, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "tried"),
+    [
+        (QWEN, "qwen3-5", "norms, concat order, hidden variant"),
+        (
+            GEMMA,
+            "gemma4-dense-assistant",
+            "norms, concat order, query position, embedding scale",
+        ),
+    ],
+)
+def test_the_head_of_another_model(name, other, tried):
+    p = pair(name)
+    result = probed(p, load_drafter(checkpoint_path(other), p.target))
+    assert (result.verdict, result.cause) == ("does not work", "wrong target")
+    assert not any(cause.helps for cause in result.causes)
+    kinds = {cause.mistake.kind for cause in result.causes}
+    assert kinds == set(tried.split(", "))
+    with pytest.raises(Incompatible, match="likely a wrong target"):
+        result.check()
+
+
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
+def test_a_sound_head_is_left_as_it_was(name):
+    """By torch's counts; and what was tried leaves nothing behind."""
+    p = pair(name)
+    first = probed(p, p.drafter)
+    assert first.verdict == "works"
+    assert (first.causes, first.cause) == ((), None)
+    first.check()
+    for mistake in mistakes_of(p.drafter):
+        with mistake.undone(p.drafter, p.target):
+            assert probed(p, p.drafter).trial.first < first.trial.first
+    assert probed(p, p.drafter).trial.stats == first.trial.stats
+
+
+# the verdict
+
+
+def trial(form: str, *accepted: int, offered: int = 20) -> Trial:
+    """By position, each of `offered` rounds with as many drafts."""
+    stats = SpecStats()
+    for round_number in range(offered):
+        stats.add_round(len(accepted), sum(round_number < count for count in accepted))
+    return Trial(form, stats)
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"), [(10, "works"), (9, "weak"), (5, "weak"), (4, "does not work")]
+)
+def test_verdicts(first, verdict):
+    result = Probe(trial("as it is", first, 0), causes=(cause("norms", 3, helps=False),))
+    assert result.verdict == verdict
+    if verdict == "does not work":
+        with pytest.raises(Incompatible, match=r"4 of 20 first drafts were right \(0\.20, and the"):
+            result.check()
+    else:
+        result.check()
+
+
+def cause(kind: str, first: int, helps: bool) -> Cause:
+    fault = f"its {kind} are wrong"
+    return Cause(Mistake(kind, fault, None), trial(fault, first), helps)
+
+
+def test_what_a_probe_says():
+    """13 of 40 drafts: 1 + 13 / 20 tokens a round."""
+    causes = (cause("norms", 15, True), cause("hidden variant", 9, False))
+    result = Probe(trial("as it is", 9, 4), causes=causes)
+    assert result.as_text().splitlines() == [
+        "Probe: weak; 9 of 20 first drafts were right (0.45); likely its norms are wrong (norms; "
+        "with that undone 0.75 are right)",
+        "  as it is  0.33 of the drafts accepted, by position 0.45 0.20; 1.65 tokens a round",
+    ]
+    assert json.loads(json.dumps(result.as_dict())) == {
+        "verdict": "weak",
+        "floor": 0.25,
+        "cause": "norms",
+        "form": "as it is",
+        "acceptance": 0.325,
+        "acceptance_by_position": [0.45, 0.2],
+        "tokens_per_round": 1.65,
+        "rounds": 20,
+        "causes": [
+            {
+                "cause": kind,
+                "helps": helps,
+                "form": f"its {kind} are wrong",
+                "acceptance": first / 20,
+                "acceptance_by_position": [first / 20],
+                "tokens_per_round": 1 + first / 20,
+                "rounds": 20,
+            }
+            for kind, first, helps in [("norms", 15, True), ("hidden variant", 9, False)]
+        ],
+        "precisions": [],
+    }
+
+
+def test_a_weak_drafter_without_a_cause():
+    result = Probe(trial("as it is", 9), causes=(cause("norms", 3, False),))
+    assert result.cause is None
+    assert "none of the usual causes explains it (tried: norms)" in result.summary
+
+
+def test_numbers_of_bits_side_by_side():
+    """4 bits hold with 98 % of the tokens a round: 1.9208 of 1.96."""
+    whole, eight, four, two = (
+        trial(form, first, offered=10000)
+        for form, first in [
+            ("not quantised", 9600),
+            ("8 bits", 9500),
+            ("4 bits", 9208),
+            ("2 bits", 9207),
+        ]
+    )
+    text = Probe(whole, (whole, eight, four, two)).as_text().splitlines()
+    assert [line.split("  ")[1] for line in text[2:6]] == [
+        "not quantised",
+        "8 bits",
+        "4 bits",
+        "2 bits",
+    ]
+    assert text[6:] == [
+        "8 bits hold: 1.95 of 1.96 tokens a round.",
+        "4 bits hold: 1.92 of 1.96 tokens a round.",
+        "2 bits lose: 1.92 of 1.96 tokens a round; take more.",
+    ]
+
+
+def test_quantised_forms_of_a_head():
+    """Those that quantising and loading it by hand would give."""
+    p = pair(QWEN)
+    head = read_drafter(p.path, p.target)
+    forms = dict(precisions(head, (4, 8), 64, p.target))
+    assert list(forms) == ["not quantised", "8 bits", "4 bits"]
+    result = probe(
+        p.model, p.tokenizer, p.drafter, forms.items(), prompts=[p.prompt], max_tokens=24
+    )
+    assert result.precisions[0].stats == result.trial.stats
+    gate = forms["4 bits"].head.layers[0].mlp.gate_proj
+    assert (gate.bits, gate.group_size) == (4, 64)
+    assert forms["8 bits"].head.layers[0].mlp.gate_proj.bits == 8
+    packed = quantize_head(head, build_head(head), 8, 64)
+    assert not list(precisions(packed, (), 64, p.target))
+    with pytest.raises(SpecError, match="quantised already"):
+        list(precisions(packed, (4,), 64, p.target))
+
+
+@pytest.mark.parametrize(("text", "bits"), [("4,8", (4, 8)), ("4", (4,)), (None, ())])
+def test_lists_of_bits(text, bits):
+    assert parse_bits(text) == bits
+
+
+def test_what_is_no_list_of_bits():
+    with pytest.raises(BadArguments, match="4,8"):
+        parse_bits("4-8")
+
+
+def test_an_end_of_text_ends_a_text():
+    """After the first token nothing can be drafted any more."""
+    p = pair(QWEN)
+    tokenizer = SimpleNamespace(eos_token_ids=[])
+    whole = probe(p.model, tokenizer, p.drafter, prompts=[p.prompt], max_tokens=40)
+    tokenizer.eos_token_ids = list(range(512))
+    ended = probe(p.model, tokenizer, p.drafter, prompts=[p.prompt], max_tokens=40)
+    assert ended.trial.stats.rounds < whole.trial.stats.rounds
+    with pytest.raises(NotEngaged, match="before a draft could be made"):
+        probe(p.model, tokenizer, p.drafter, prompts=[p.prompt], max_tokens=1)
