@@ -269,6 +269,25 @@ def demo_command(
 @click.option(
     "--target-q-bits", type=int, help="Bits per weight of that model. Default: not quantised."
 )
+@click.option(
+    "--draft-vocab",
+    type=int,
+    metavar="N",
+    help="Let it propose the N likeliest tokens only. Default: all. The text stays the same.",
+)
+@click.option(
+    "--calibrate",
+    metavar="FILE|builtin",
+    help="The text whose tokens are counted for that. Default: builtin.",
+)
+@click.option(
+    "--probe",
+    is_flag=True,
+    help="Draft with the model first. Nothing is written where that does not work (exit code 4).",
+)
+@click.option(
+    "--probe-bits", metavar="N,N", help="Probe it with so many bits, too, for example 4,8."
+)
 @click.option("--upload", metavar="ORG/REPO", help="Upload it to the Hugging Face hub, too.")
 def convert_command(**options: Any) -> None:
     """Write a drafter directory, from a Qwen model with a NextN head or a Gemma-4 assistant.

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.convert import draft_vocab as vocabulary
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.hub import is_repository_name
 from mlx_spec.convert.hub import open_source as open_model
@@ -14,9 +15,10 @@ from mlx_spec.convert.sources import open_source
 from mlx_spec.convert.target import check_target_out, write_target
 from mlx_spec.convert.tokenizer import FILE as TOKENIZER
 from mlx_spec.convert.write import check_out, write_drafter
-from mlx_spec.errors import Incompatible, SpecError
+from mlx_spec.errors import BadArguments, Incompatible, SpecError
 from mlx_spec.families import family_of, family_of_drafter
 from mlx_spec.fit import checked_fit, with_fingerprint
+from mlx_spec.probe import Probe, parse_bits, probe_directory
 from mlx_spec.upload import upload as upload_drafter
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -39,6 +41,8 @@ class Report:
         quantization: the `quantization` block of config.json, if any.
         pairing: what was found of the drafter and the target that was given; None without one.
         target: the model that was written, too; None if it was not.
+        draft_vocab: what a reduced draft vocabulary saves and costs; None without one.
+        probe: what probing the drafter showed; None if that was not asked for.
     """
 
     out: Path
@@ -52,6 +56,8 @@ class Report:
     quantization: dict[str, Any] | None
     pairing: str | None
     target: Path | None
+    draft_vocab: vocabulary.Savings | None = None
+    probe: Probe | None = None
 
     def as_text(self) -> str:
         """Lines for people."""
@@ -68,7 +74,11 @@ class Report:
             lines.append(self.pairing)
         if self.unused:
             lines.append(f"Not used: {', '.join(self.unused)}")
-        if self.quantization and self.quantization["bits"] < 8:
+        if self.draft_vocab is not None:
+            lines.append(self.draft_vocab.as_text())
+        if self.probe is not None:
+            lines.append(self.probe.as_text())
+        elif self.quantization and self.quantization["bits"] < 8:
             lines.append(
                 "With fewer than 8 bits a drafter may be right less often: check it with --probe"
             )
@@ -90,6 +100,10 @@ def convert(
     dtype: str | None = None,
     with_target: str | Path | None = None,
     target_q_bits: int | None = None,
+    draft_vocab: int | None = None,
+    calibrate: str | None = None,
+    probe: bool = False,
+    probe_bits: str | None = None,
     upload: str | None = None,
 ) -> Report:
     """Writes the drafter directory of the drafter in `source`.
@@ -108,6 +122,12 @@ def convert(
         dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
         with_target: directory to write for the model in `source`, as mlx_lm.convert does.
         target_q_bits: bits per weight of that model. Default: not quantised.
+        draft_vocab: let the drafter propose so many tokens only, the likeliest ones. Default: all.
+        calibrate: the text that says which these are, a file. Default: "builtin", texts that come
+            along.
+        probe: draft with the model before the directory gets its name, and write nothing where
+            that does not work.
+        probe_bits: probe these numbers of bits, too, for example "4,8".
         upload: repository on the Hugging Face hub to put the drafter into.
 
     Raises:
@@ -124,6 +144,12 @@ def convert(
         raise SpecError("how to quantise was given without asking to quantise: do both or neither")
     if upload is not None and not is_repository_name(upload):
         raise SpecError(f"{upload!r} cannot be a repository: give ORG/REPO to upload to")
+    bits = parse_bits(probe_bits)
+    probe = probe or bool(bits)
+    if probe and target is None:
+        raise BadArguments("A probe needs the model that the drafter is for; give --target, too.")
+    if calibrate is not None and draft_vocab is None:
+        raise BadArguments("--calibrate chooses a draft vocabulary; give --draft-vocab, too.")
     model = None if target is None else open_model(target)
     mlx_dtype = DTYPES[dtype] if dtype else None
     checkpoint = open_source(source, model.config if model else None, mlx_dtype)
@@ -144,10 +170,31 @@ def convert(
         fit = checked_fit(checkpoint, model, allow_mismatch)
     head = with_fingerprint(family.read_head(checkpoint, mlx_dtype), checkpoint, model)
     parameters = sum(parameter.size for parameter in head.weights.parameters.values())
+    if draft_vocab is not None:
+        text = vocabulary.read_text(
+            (model or checkpoint).directory,
+            vocabulary.vocab_size_of(head),
+            calibrate,
+        )
+        head = vocabulary.restrict(head, draft_vocab, text)
+    whole = head
     if quantize:
         module = family.build(head.config, head.weights)
         head = quantize_head(head, module, q_bits, q_group_size, q_mode or "affine")
-    config = write_drafter(head, out, _tokenizer_folder(checkpoint.directory, model))
+    probed: Probe | None = None
+
+    def check(directory: Path) -> None:
+        nonlocal probed
+        assert model is not None
+        probed = probe_directory(directory, model, whole, bits, q_group_size)
+        probed.check()
+
+    config = write_drafter(
+        head, out, _tokenizer_folder(checkpoint.directory, model), check if probe else None
+    )
+    savings = None
+    if "draft_vocab" in config["mlx_spec"]:
+        savings = vocabulary.savings(head, model or checkpoint)
     if with_target is not None:
         write_target(checkpoint.directory, with_target, target_q_bits, dtype)
     for used in (checkpoint, model):
@@ -167,6 +214,8 @@ def convert(
         quantization=config.get("quantization"),
         pairing=fit.sentence if fit else None,
         target=with_target,
+        draft_vocab=savings,
+        probe=probed,
     )
 
 

@@ -7,19 +7,21 @@ right, usual mistakes are undone, one at a time, and the drafts counted again.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.bench.prompts import encode, read_class
+from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.quantize import quantize_head
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import BadArguments, Incompatible, NotEngaged
 from mlx_spec.families import family_of_head, mistakes_of
 from mlx_spec.generate import speculative_generate_step
-from mlx_spec.load import build_head
+from mlx_spec.load import build_head, load, load_drafter
 from mlx_spec.mistakes import Mistake
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
@@ -29,7 +31,7 @@ CLASSES = ("code", "prose", "json")
 DEPTH = 3  # drafts a round
 MAX_TOKENS = 64  # of each text
 MAX_PROMPT_TOKENS = 512
-FLOOR = 0.25  # of the first drafts are right, or it does not work
+FLOOR = 0.3  # of the first drafts are right, or it does not work
 GOOD = 0.5  # below, a cause is looked for
 GAIN = 0.1  # of the first drafts, by which undoing a mistake must help
 HOLDS = 0.98  # of the tokens a round without quantisation
@@ -237,12 +239,27 @@ def probe(
                 undone = trial(mistake.fault, drafter)
             helps = undone.first >= max(FLOOR, as_it_is.first + GAIN)
             causes.append(Cause(mistake, undone, helps))
-    causes.sort(key=lambda cause: -cause.trial.first)
+    causes.sort(key=lambda cause: (-cause.trial.first, -cause.trial.tokens_per_round))
     return Probe(as_it_is, tuple(trial(*form) for form in precisions), tuple(causes))
 
 
+def probe_directory(
+    path: Path, model: Checkpoint, head: Head, bits: Sequence[int], group_size: int | None
+) -> Probe:
+    """Load a model and try the drafter in a directory with it.
+
+    Args:
+        model: a directory, or on the hub, from where it is downloaded.
+        head: what the drafter was made from, not quantised, if any `bits` are to be tried, too.
+    """
+    loaded, tokenizer = load(str(model.path), revision=model.revision, draft_model=None)
+    target = target_for(loaded)
+    forms = precisions(head, bits, group_size, target)
+    return probe(loaded, tokenizer, load_drafter(path, target), forms)
+
+
 def precisions(
-    head: Head, bits: Sequence[int], group_size: int, target: Target
+    head: Head, bits: Sequence[int], group_size: int | None, target: Target
 ) -> Iterator[tuple[str, Drafter]]:
     """A drafter without quantisation, then with so many bits, each with its name, made when it is
     asked for; nothing without any bits.

@@ -91,10 +91,12 @@ def test_what_is_written(restricted):
     assert ids.shape == counts.shape == (SIZE,)
     assert (np.diff(ids) > 0).all()
     assert counts.tolist() == [counted[token] for token in ids]
-    assert counts.min() <= min(count for count in counted.values()) + 10
+    ends = set(stock_load(str(QWEN))[1].eos_token_ids)
+    assert ends
+    assert ends <= set(ids.tolist())
     left_out = set(counted) - set(ids.tolist())
-    assert max(counted[token] for token in left_out) <= sorted(counts)[1]  # but for the end
-    assert set(stock_load(str(QWEN))[1].eos_token_ids) <= set(ids.tolist())
+    chosen = set(ids.tolist()) - ends
+    assert 1 < max(counted[t] for t in left_out) <= min(counted[t] for t in chosen)
     coverage = sum(token in set(ids.tolist()) for token in held_out) / len(held_out)
     assert 0.3 < coverage < 1
     assert record == {
@@ -138,7 +140,7 @@ def test_only_its_rows_are_computed(restricted):
         tokens,
         hidden,
         2,
-        lambda x, _: whole.append(x) or mx.array([ids[7]]),
+        lambda x, _: whole.append(x) or mx.array([0]),
         p.drafter.make_cache(),
         [],
     )

@@ -42,7 +42,7 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class DraftVocabReport:
+class Savings:
     """A reduced vocabulary, and what it saves and costs.
 
     Attributes:
@@ -75,7 +75,7 @@ class DraftVocabReport:
         )
 
 
-def read_calibration(path: Path, vocab_size: int, source: str | None) -> Calibration:
+def read_text(path: Path, vocab_size: int, source: str | None) -> Calibration:
     """Count the tokens of a text.
 
     Args:
@@ -91,7 +91,7 @@ def read_calibration(path: Path, vocab_size: int, source: str | None) -> Calibra
         name, text = prompt.prompt_class, prompt.text
     config = load_config(path)
     tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    tokens = np.array(tokenizer.encode(text, add_special_tokens=False))
+    tokens = np.array(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     if tokens.size < BLOCK * HELD_OUT:
         raise BadArguments(
             f"{source} has {tokens.size} tokens, which is too few to count; "
@@ -157,9 +157,9 @@ def restrict(head: Head, size: int, calibration: Calibration) -> Head:
     )
 
 
-def report(head: Head, model: Checkpoint) -> DraftVocabReport:
-    """On a head that was restricted; `model` has the output matrix, unless the head has."""
-    record, vocab_size = head.config["mlx_spec"]["draft_vocab"], vocab_size_of(head.config)
+def savings(head: Head, model: Checkpoint) -> Savings:
+    """Of a head that was restricted; `model` has the output matrix, unless the head has."""
+    record, vocab_size = head.config["mlx_spec"]["draft_vocab"], vocab_size_of(head)
     own = {key: p.nbytes for key, p in head.weights.parameters.items() if key not in NAMES}
     matrix = [key for key in own if key.startswith(("lm_head.", "model.embed_tokens."))]
     matrix_bytes = sum(own[key] for key in matrix) if matrix else _bytes_in(model)
@@ -170,7 +170,7 @@ def report(head: Head, model: Checkpoint) -> DraftVocabReport:
             head_bytes += size * text["num_experts_per_tok"] / text["num_experts"]
         elif key not in matrix and not key.startswith("embed_tokens."):
             head_bytes += size
-    return DraftVocabReport(
+    return Savings(
         record["calibration"],
         record["size"],
         vocab_size,
@@ -192,8 +192,8 @@ def _bytes_in(model: Checkpoint) -> int | None:
     return sum(tensor.nbytes for tensor in tensors) or None
 
 
-def vocab_size_of(config: dict[str, Any]) -> int:
-    return config["text_config"]["vocab_size"]
+def vocab_size_of(head: Head) -> int:
+    return head.config["text_config"]["vocab_size"]
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,13 +66,20 @@ def _files(path: Path) -> set[str]:
     return {path.name for path in path.iterdir() if not path.name.startswith(".")}
 
 
-def write_drafter(head: Head, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
+def write_drafter(
+    head: Head,
+    out: Path,
+    tokenizer: Path | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
     """Writes the drafter directory `out` of a head; the same head gives the same bytes.
 
     `out` is replaced if it is a drafter directory.
 
     Args:
         tokenizer: directory that tokenizer files are copied from. Default: the head's own.
+        check: is given the complete directory before it gets its name. Where it raises an error,
+            nothing is written.
 
     Returns: config.json as written.
 
@@ -100,6 +107,8 @@ def write_drafter(head: Head, out: Path, tokenizer: Path | None = None) -> dict[
                     shutil.copyfile(tokenizer / name, directory / name)
             # Last, since nothing loads a directory without it, should we be killed before.
             (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+            if check is not None:
+                check(directory)
     except OSError as error:
         raise SpecError(f"{out} cannot be written: {error.strerror or error}") from error
     return config
