@@ -228,7 +228,7 @@ def test_it_stays_when_the_drafter_is_converted_again(restricted, tmp_path):
     for name in ("draft_vocab.ids", "draft_vocab.counts"):
         assert weights_of(tmp_path / "again")[name] == weights_of(out)[name]
     convert(
-        tmp_path / "again", tmp_path / "smaller", draft_vocab=100, calibrate="builtin", model=QWEN
+        tmp_path / "again", tmp_path / "smaller", draft_vocab=100, calibrate="builtin", target=QWEN
     )
     smaller = weights_of(tmp_path / "smaller")["draft_vocab.ids"]
     assert smaller.shape == (100,)
