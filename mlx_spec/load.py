@@ -17,16 +17,15 @@ import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, infer_quant_config
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.fingerprint import Fingerprint, Relation, fingerprint_of_model, relation
 from mlx_spec.convert.head import Head
+from mlx_spec.convert.hub import is_repository_name
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
 from mlx_spec.families import (
@@ -199,12 +198,7 @@ def drafter_path(draft_model: str) -> Path:
 
 def check_repository_name(name: str) -> None:
     """Raises CheckpointError for a path that does not exist and cannot be a repository."""
-    try:
-        validate_repo_id(name)
-        possible = name.count("/") == 1
-    except HFValidationError:
-        possible = False
-    if not possible:
+    if not is_repository_name(name):
         raise CheckpointError(f"{name!r} does not exist; give a directory or ORG/REPO.")
 
 
