@@ -308,8 +308,10 @@ def convert_command(**options: Any) -> None:
     help="The drafter to inspect with the model. Default: the one that generate would find.",
 )
 @click.option("--check", is_flag=True, help="Compare the drafter's tensors with their hashes.")
+@click.option("--probe", is_flag=True, help="Draft with the model, and say how often it is right.")
+@click.option("--probe-bits", metavar="N,N", help="Also with so many bits, for example 4,8.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect_command(path: str, draft_model: str, check: bool, as_json: bool) -> None:
+def inspect_command(path: str, as_json: bool, **options: Any) -> None:
     """Say whether a model would be decoded speculatively, and if not, why.
 
     PATH is a model, alone or beside its drafter, or a drafter to be described.
@@ -317,7 +319,7 @@ def inspect_command(path: str, draft_model: str, check: bool, as_json: bool) -> 
     Exit code: 0 usable, 2 no drafter, 3 unverified, 4 incompatible, 1 damaged files.
     """
     with one_sentence():
-        inspection = inspect_path(path, draft_model, check)
+        inspection = inspect_path(path, **options)
     click.echo(json.dumps(inspection.as_dict()) if as_json else inspection.as_text())
     sys.exit(inspection.exit_code)
 

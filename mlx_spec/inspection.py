@@ -5,6 +5,7 @@ It loads the model as `mlx_spec.load` does, without reading the weights of the t
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal
 
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -16,8 +17,8 @@ from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.fingerprint import Relation, recorded
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.quantize import describe
-from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers
-from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter
+from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers, load_tokenizer
+from mlx_spec.errors import BadArguments, CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
 from mlx_spec.fit import rope_differences
 from mlx_spec.load import (
@@ -32,6 +33,8 @@ from mlx_spec.load import (
     relation_to,
 )
 from mlx_spec.options import DraftTokens, SpecOptions
+from mlx_spec.probe import Probe, parse_bits, precisions
+from mlx_spec.probe import probe as probe_drafter
 from mlx_spec.rollback import check_caches
 from mlx_spec.targets import MODEL_TYPES, target_for, unsupported
 
@@ -104,6 +107,7 @@ class Inspection:
         tokenizer: whether the drafter's tokenizer is that of the model; None without a pair.
         fingerprint: whether the model is the one that the drafter belongs to; None if the drafter
             does not say.
+        probe: what drafting with the model showed; None if that was not asked for.
         num_draft_tokens: that `generate` would use.
         verdict, why: the conclusion.
     """
@@ -114,6 +118,7 @@ class Inspection:
     drafter: DrafterFacts | None
     tokenizer: Tokenizers | None
     fingerprint: Relation | None
+    probe: Probe | None
     num_draft_tokens: DraftTokens | None
     verdict: Verdict
     why: str
@@ -125,7 +130,8 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         tokenizer = self.tokenizer.verdict if self.tokenizer else None
         fingerprint = self.fingerprint.verdict if self.fingerprint else None
-        facts = {"tokenizer": tokenizer, "fingerprint": fingerprint}
+        probe = self.probe.as_dict() if self.probe else None
+        facts = {"tokenizer": tokenizer, "fingerprint": fingerprint, "probe": probe}
         return asdict(self) | facts | {"engages": self.verdict == "usable"}
 
     def as_text(self) -> str:
@@ -140,13 +146,19 @@ class Inspection:
             lines.append(f"  tokenizer     {self.tokenizer.verdict}: {self.tokenizer.detail}")
         if self.fingerprint is not None:
             lines.append(f"  fingerprint   {self.fingerprint.verdict}: {self.fingerprint.detail}")
+        if self.probe is not None:
+            lines.append(indent(self.probe.as_text(), "  "))
         if self.num_draft_tokens is not None:
             lines.append(f"  depth         {self.num_draft_tokens}")
         return "\n".join([*lines, f"  verdict       {self.verdict}: {self.why}"])
 
 
 def inspect_path(
-    path_or_hf_repo: str, draft_model: str = "auto", check: bool = False
+    path_or_hf_repo: str,
+    draft_model: str = "auto",
+    check: bool = False,
+    probe: bool = False,
+    probe_bits: str | None = None,
 ) -> Inspection:
     """What `mlx_spec.load` would make of a model.
 
@@ -154,9 +166,12 @@ def inspect_path(
         path_or_hf_repo: of the model, or of a drafter to be described.
         draft_model: a drafter directory or repository; "auto" looks for one.
         check: compare each of the drafter's tensors with the hash that is recorded of it.
+        probe: draft with the model, whose weights are read for that.
+        probe_bits: probe these numbers of bits, too, for example "4,8".
 
     Raises: SpecError where the files are damaged.
     """
+    bits = parse_bits(probe_bits)
     try:
         path = local_path(path_or_hf_repo)
     except LocalEntryNotFoundError as error:
@@ -169,14 +184,29 @@ def inspect_path(
     facts: DrafterFacts | None = None
     tokenizer: Tokenizers | None = None
     fingerprint: Relation | None = None
+    probed: Probe | None = None
 
     def conclude(verdict: Verdict, why: str) -> Inspection:
         depth = SpecOptions().num_draft_tokens if verdict == "usable" else None
         return Inspection(
-            str(path), family, quantization, facts, tokenizer, fingerprint, depth, verdict, why
+            str(path),
+            family,
+            quantization,
+            facts,
+            tokenizer,
+            fingerprint,
+            probed,
+            depth,
+            verdict,
+            why,
         )
 
     if (own_family := family_of_drafter(checkpoint.config)) is not None:
+        if probe or bits:
+            raise BadArguments(
+                f"{path} is a drafter alone; probe it with its model: mlx-spec inspect MODEL "
+                f"--draft-model {path} --probe"
+            )
         head = own_family.read_head(checkpoint, None)
         facts = _facts(path, checkpoint, head, build_head(head), check)
         return conclude("unverified", "a drafter alone; inspect the model it is for")
@@ -193,12 +223,16 @@ def inspect_path(
         head = read_drafter(found.path, target)
         module = build_head(head)
         facts = _facts(found.path, Checkpoint.open(found.path), head, module, check)
-        family_of_head(head).drafter(module, target)
+        drafter = family_of_head(head).drafter(module, target)
         fingerprint = relation_to(found.path, target)
         check_relation(fingerprint)
         tokenizer = compare_tokenizers(found.path, path)
         if tokenizer.verdict == "differs":
             raise Incompatible(f"The tokenizers differ: {tokenizer.detail}.")
+        if probe or bits:
+            forms = precisions(head, bits, None, target)
+            probed = probe_drafter(model, load_tokenizer(path), drafter, forms)
+            probed.check()
     except NoDrafter as error:
         return conclude("no-drafter", str(error))
     except Incompatible as error:

@@ -35,6 +35,7 @@ FLOOR = 0.3  # of the first drafts are right, or it does not work
 GOOD = 0.5  # below, a cause is looked for
 GAIN = 0.1  # of the first drafts, by which undoing a mistake must help
 HOLDS = 0.98  # of the tokens a round without quantisation
+WHOLE = "not quantised"
 
 Verdict = Literal["works", "weak", "does not work"]
 
@@ -96,8 +97,8 @@ class Probe:
 
     Attributes:
         trial: of the drafter as it is.
-        precisions: of the same drafter, first without quantisation, then with so many bits;
-            empty if that was not asked for.
+        precisions: of the same drafter with so many bits, and before them without quantisation if
+            it is quantised; empty if that was not asked for.
         causes: what was tried to explain a low acceptance, those that help first, the best of
             them at the very beginning; empty if it is not low.
     """
@@ -174,9 +175,8 @@ class Probe:
 
     def advice(self) -> list[str]:
         """A sentence on each number of bits."""
-        if not self.precisions:
-            return []
-        whole, *packed = self.precisions
+        packed = [trial for trial in self.precisions if trial.form != WHOLE]
+        whole = next((trial for trial in self.precisions if trial.form == WHOLE), self.trial)
         best = whole.tokens_per_round
         return [
             f"{trial.form} hold: {trial.tokens_per_round:.2f} of {best:.2f} tokens a round."
@@ -198,7 +198,7 @@ def probe(
     """Try a drafter with its loaded model.
 
     Args:
-        precisions: other forms of it with their names, the one without quantisation first.
+        precisions: other forms of it with their names, as `precisions` makes them.
         prompts: token ids. Default: of texts that come along.
         max_tokens: of each text.
 
@@ -254,21 +254,23 @@ def probe_directory(
     """
     loaded, tokenizer = load(str(model.path), revision=model.revision, draft_model=None)
     target = target_for(loaded)
-    forms = precisions(head, bits, group_size, target)
-    return probe(loaded, tokenizer, load_drafter(path, target), forms)
+    drafter = load_drafter(path, target)
+    quantised = bool(Checkpoint.open(path).section("quantization"))
+    forms = precisions(head, bits, group_size, target, whole=quantised)
+    return probe(loaded, tokenizer, drafter, forms)
 
 
 def precisions(
-    head: Head, bits: Sequence[int], group_size: int | None, target: Target
+    head: Head, bits: Sequence[int], group_size: int | None, target: Target, whole: bool = False
 ) -> Iterator[tuple[str, Drafter]]:
-    """A drafter without quantisation, then with so many bits, each with its name, made when it is
-    asked for; nothing without any bits.
+    """A drafter with so many bits, each with its name, made when it is asked for; with `whole`
+    first without quantisation. Nothing without any bits.
 
     Raises: SpecError for a head that is quantised already, or bits that do not exist.
     """
     family = family_of_head(head)
-    if bits:
-        yield "not quantised", family.drafter(build_head(head), target)
+    if bits and whole:
+        yield WHOLE, family.drafter(build_head(head), target)
     for count in sorted(set(bits), reverse=True):
         module = family.build(head.config, head.weights)
         packed = quantize_head(head, module, count, group_size)

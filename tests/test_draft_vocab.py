@@ -106,7 +106,7 @@ def test_what_is_written(restricted):
         "held_out_tokens": len(held_out),
         "coverage": pytest.approx(coverage),
     }
-    assert f"no more than {coverage:.3f} of the drafts can be right" in report.as_text()
+    assert f"Acceptance ceiling: {coverage:.3f}, their share" in report.as_text()
 
 
 def test_what_a_draft_reads(restricted):
@@ -117,8 +117,8 @@ def test_what_a_draft_reads(restricted):
     before, after = (head + rows * 128 * itemsize for rows in (2048, SIZE))
     line = report.as_text().splitlines()[-1]
     assert line == (
-        f"Read for a draft: 2048 -> {SIZE} rows of the output matrix, "
-        f"{before / 1e6:.2f} -> {after / 1e6:.2f} MB in all"
+        f"Drafting cost: 2048 -> {SIZE} rows of the output matrix, "
+        f"{before / 1e6:.2f} -> {after / 1e6:.2f} MB read a draft"
     )
 
 

@@ -1,17 +1,19 @@
 """Probing: heads that are broken on purpose, and what is said of them."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from checkpoints import NORMS, Source, config_of, decode, encode, read_file, save
+from click.testing import CliRunner
 from mlx_lm.utils import load_model
 
 from mlx_spec.bench.prompts import encode as encode_prompt
 from mlx_spec.bench.prompts import read_class
+from mlx_spec.cli import cli
 from mlx_spec.convert.quantize import quantize_head
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import BadArguments, Incompatible, NotEngaged, SpecError
@@ -105,7 +107,7 @@ def broken(name: str, fault: str, out: Path) -> Drafter:
     [
         (QWEN, LACK, "norms", 20),
         (QWEN, FC, "concat order", 20),
-        (DEMO, TOO_MUCH, "norms", 40),
+        (DEMO, TOO_MUCH, "norms", 32),
         (GEMMA_DEMO, PROJECTION, "concat order", 16),
         (GEMMA_DEMO, NOT_SCALED, "embedding scale", 16),
     ],
@@ -264,16 +266,17 @@ def test_a_weak_drafter_without_a_cause():
 
 def test_numbers_of_bits_side_by_side():
     """4 bits hold with 98 % of the tokens a round: 1.9208 of 1.96."""
-    whole, eight, four, two = (
+    other, whole, eight, four, two = (
         trial(form, first, offered=10000)
         for form, first in [
+            ("as it is", 5000),
             ("not quantised", 9600),
             ("8 bits", 9500),
             ("4 bits", 9208),
             ("2 bits", 9207),
         ]
     )
-    text = Probe(whole, (whole, eight, four, two)).as_text().splitlines()
+    text = Probe(other, (whole, eight, four, two)).as_text().splitlines()
     assert [line.split("  ")[1] for line in text[2:6]] == [
         "not quantised",
         "8 bits",
@@ -285,13 +288,14 @@ def test_numbers_of_bits_side_by_side():
         "4 bits hold: 1.92 of 1.96 tokens a round.",
         "2 bits lose: 1.92 of 1.96 tokens a round; take more.",
     ]
+    assert Probe(eight, (four,)).advice() == ["4 bits hold: 1.92 of 1.95 tokens a round."]
 
 
 def test_quantised_forms_of_a_head():
     """Those that quantising and loading it by hand would give."""
     p = pair(QWEN)
     head = read_drafter(p.path, p.target)
-    forms = dict(precisions(head, (4, 8), 64, p.target))
+    forms = dict(precisions(head, (4, 8), 64, p.target, whole=True))
     assert list(forms) == ["not quantised", "8 bits", "4 bits"]
     result = probe(
         p.model, p.tokenizer, p.drafter, forms.items(), prompts=[p.prompt], max_tokens=24
@@ -300,6 +304,7 @@ def test_quantised_forms_of_a_head():
     gate = forms["4 bits"].head.layers[0].mlp.gate_proj
     assert (gate.bits, gate.group_size) == (4, 64)
     assert forms["8 bits"].head.layers[0].mlp.gate_proj.bits == 8
+    assert [form for form, _ in precisions(head, (4,), None, p.target)] == ["4 bits"]
     packed = quantize_head(head, build_head(head), 8, 64)
     assert not list(precisions(packed, (), 64, p.target))
     with pytest.raises(SpecError, match="quantised already"):
@@ -326,3 +331,68 @@ def test_an_end_of_text_ends_a_text():
     assert ended.trial.stats.rounds < whole.trial.stats.rounds
     with pytest.raises(NotEngaged, match="before a draft could be made"):
         probe(p.model, tokenizer, p.drafter, prompts=[p.prompt], max_tokens=1)
+
+
+# the commands
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def one_text(monkeypatch):
+    """A short one."""
+    monkeypatch.setattr("mlx_spec.probe.CLASSES", ("code",))
+    for name in ("mlx_spec.probe.probe", "mlx_spec.inspection.probe_drafter"):
+        monkeypatch.setattr(name, partial(probe, max_tokens=24))
+
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory):
+    """The demo model with a broken head."""
+    source = source_of(checkpoint_path(DEMO))
+    BREAKS[QWEN, LACK](source)
+    return save(source, tmp_path_factory.mktemp("models") / "Broken")
+
+
+def test_a_drafter_that_works_is_written(one_text, tmp_path):
+    demo = checkpoint_path(DEMO)
+    options = ["--target", demo, "-q", "--q-bits", 4, "--probe-bits", "8"]
+    result = run("convert", "--from", demo, "--to", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    lines = result.output.split("Probe: works; ")[1].splitlines()
+    assert [line.split("  ")[1] for line in lines[1:4]] == ["as it is", "not quantised", "8 bits"]
+    assert lines[4].startswith("8 bits hold: ")
+    assert config_of(tmp_path / "out")["quantization"]["bits"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_drafter_that_does_not_work_is_not_written(one_text, broken_model, tmp_path):
+    """And `inspect` says of it what `convert` says."""
+    out = tmp_path / "out"
+    command = ["convert", "--from", broken_model, "--to", out, "--target", broken_model]
+    assert run(*command, "--dtype", "float32").exit_code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    result = run(*command, "--probe")
+    assert result.exit_code == 4
+    (sentence,) = result.stderr.splitlines()
+    assert sentence.startswith("Error: The drafter does not work with this model: ")
+    assert f"; likely {LACK} (norms; with that undone 0." in sentence
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    result = run("inspect", broken_model, "--draft-model", out, "--probe", "--json")
+    assert result.exit_code == 4
+    found = json.loads(result.output)
+    assert found["verdict"] == "incompatible"
+    assert (found["probe"]["verdict"], found["probe"]["cause"]) == ("does not work", "norms")
+    assert f"likely {LACK}" in found["why"]
+
+
+def test_a_probe_that_is_impossible(tmp_path):
+    demo = checkpoint_path(DEMO)
+    result = run("convert", "--from", demo, "--to", tmp_path / "out", "--probe")
+    assert (result.exit_code, "give --target" in result.stderr) == (2, True)
+    result = run("inspect", drafter_path(GEMMA_DEMO), "--probe")
+    assert (result.exit_code, "probe it with its model" in result.stderr) == (2, True)

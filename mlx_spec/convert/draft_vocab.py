@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.utils import load_config, load_tokenizer
 
 from mlx_spec.bench.prompts import CLASSES, read_class, read_file
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
+from mlx_spec.convert.tokenizer import load_tokenizer
 from mlx_spec.convert.weights import Parameter, Weights
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible
 
@@ -67,11 +67,11 @@ class Savings:
                 (self.head_bytes + rows * self.row_bytes) / 1e6
                 for rows in (self.all_rows, self.rows)
             )
-            cost += f", {before:.2f} -> {after:.2f} MB in all"
+            cost += f", {before:.2f} -> {after:.2f} MB read a draft"
         return (
             f"Draft vocabulary: the {self.rows} likeliest of {self.all_rows} tokens, by "
-            f"{self.source}; no more than {self.ceiling:.3f} of the drafts can be right "
-            f"(measured on text that was not counted)\nRead for a draft: {cost}"
+            f"{self.source}\nAcceptance ceiling: {self.ceiling:.3f}, their share of text that was "
+            f"not counted\nDrafting cost: {cost}"
         )
 
 
@@ -89,8 +89,7 @@ def read_text(path: Path, vocab_size: int, source: str | None) -> Calibration:
     else:
         prompt = read_file(source)
         name, text = prompt.prompt_class, prompt.text
-    config = load_config(path)
-    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = load_tokenizer(path)
     tokens = np.array(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     if tokens.size < BLOCK * HELD_OUT:
         raise BadArguments(

@@ -3,8 +3,9 @@
 import filecmp
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from mlx_lm import utils
 from tokenizers import Tokenizer
 
 from mlx_spec.errors import CheckpointError
@@ -42,6 +43,13 @@ def compare_tokenizers(drafter: Path, model: Path) -> Tokenizers:
     return Tokenizers(
         "differs", f"id {first} is {mine} in the drafter's tokenizer and {others} in the model's"
     )
+
+
+def load_tokenizer(path: Path) -> Any:
+    """That of a model in a directory, as mlx_lm.load gives it: with the ends of a text that its
+    configuration names."""
+    ends = utils.load_config(path).get("eos_token_id")
+    return utils.load_tokenizer(path, eos_token_ids=ends)
 
 
 def _vocabulary(path: Path) -> set[tuple[int, str]]:
