@@ -18,6 +18,7 @@ from mlx_spec.convert.fingerprint import Relation, recorded
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.quantize import describe
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers, load_tokenizer
+from mlx_spec.drafters.draft_vocab import size_of
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible, NoDrafter
 from mlx_spec.families import family_of_drafter, family_of_head
 from mlx_spec.fit import rope_differences
@@ -58,6 +59,7 @@ class DrafterFacts:
         ordered_embedding: whether it looks at likely clusters of tokens only, instead of all of
             the vocabulary; None for a family that never does.
         query_position: the position that its queries have; None for a family without a choice.
+        draft_vocab: how many tokens it may propose; None for all of them.
     """
 
     path: str
@@ -71,6 +73,7 @@ class DrafterFacts:
     checked: int | None
     ordered_embedding: bool | None
     query_position: str | None
+    draft_vocab: int | None
 
     def as_lines(self) -> list[str]:
         details = [
@@ -81,6 +84,8 @@ class DrafterFacts:
             details.append("ordered embedding" if self.ordered_embedding else "full embedding")
         if self.query_position is not None:
             details.append(f"query position {self.query_position}")
+        if self.draft_vocab is not None:
+            details.append(f"draft vocabulary {self.draft_vocab}")
         lines = [
             f"  drafter       {', '.join(details)}",
             f"                in {self.path}",
@@ -261,6 +266,7 @@ def _facts(
         check_hashes(checkpoint) if check else None,
         head.config.get("use_ordered_embeddings"),
         head.config["mlx_spec"].get("query_position"),
+        size_of(head.config),
     )
 
 

@@ -387,6 +387,7 @@ def test_inspect_a_gemma_with_its_assistant(tmp_path):
         "checked": None,
         "ordered_embedding": True,
         "query_position": "P",
+        "draft_vocab": None,
     }
 
 

@@ -23,6 +23,7 @@ from mlx_spec.convert.draft_vocab import Calibration, likeliest
 from mlx_spec.drafters.draft_vocab import rows_of
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible
 from mlx_spec.generate import stream_generate
+from mlx_spec.inspection import inspect_path
 from mlx_spec.load import load_drafter
 from models import DEMO, GEMMA_DEMO, checkpoint_path, drafter_path, pair
 
@@ -107,6 +108,12 @@ def test_what_is_written(restricted):
         "coverage": pytest.approx(coverage),
     }
     assert f"Acceptance ceiling: {coverage:.3f}, their share" in report.as_text()
+
+
+def test_inspect_says_so(restricted):
+    inspection = inspect_path(str(restricted[0]))
+    assert inspection.drafter.draft_vocab == SIZE
+    assert f"draft vocabulary {SIZE}" in inspection.as_text()
 
 
 def test_what_a_draft_reads(restricted):
