@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakSet, ref
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
-from mlx_spec.candidates import Candidates
+from mlx_spec.candidates import Candidates, Certain, Proposal
 from mlx_spec.errors import BadArguments
 from mlx_spec.randomness import generator_state, integers, key_of_one_draw, set_generator_state
 from mlx_spec.sampling import Law, Parameters, Sampling, read_sampler
@@ -41,9 +41,8 @@ class Acceptance(Protocol):
     def begin(self, n: int) -> None:
         """A round of n drafts."""
 
-    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
-        """A draft from the drafter's logits, (1, V) or of candidates, after `drafts`.
-        Returns (1,)."""
+    def pick(self, proposal: Proposal, drafts: list[mx.array]) -> mx.array:
+        """A draft from what the drafter proposes after `drafts`. Returns (1,)."""
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
         """Tokens from the target's logits (1, n+1, V); row k follows the first k drafts.
@@ -107,10 +106,14 @@ class Greedy:
     def begin(self, n: int) -> None:
         pass
 
-    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
-        if not self.history.processors:
-            return logits.best() if isinstance(logits, Candidates) else mx.argmax(logits, axis=-1)
-        return greedy_sampler(self.history.draft_log_probabilities(logits, drafts))
+    def pick(self, proposal: Proposal, drafts: list[mx.array]) -> mx.array:
+        if isinstance(proposal, Certain):
+            return proposal.token
+        if self.history.processors:
+            return greedy_sampler(self.history.draft_log_probabilities(proposal, drafts))
+        if isinstance(proposal, Candidates):
+            return proposal.best()
+        return mx.argmax(proposal, axis=-1)
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
         logprobs = self.history.log_probabilities(logits, drafts)
@@ -158,10 +161,12 @@ class Stock:
         Stock.last = ref(self)
         set_generator_state(self.key)
 
-    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
-        if isinstance(logits, Candidates):
-            logits = logits.over_vocabulary()
-        return self._draw_one(logits, drafts)[0]
+    def pick(self, proposal: Proposal, drafts: list[mx.array]) -> mx.array:
+        if isinstance(proposal, Certain):
+            return proposal.token
+        if isinstance(proposal, Candidates):
+            proposal = proposal.over_vocabulary()
+        return self._draw_one(proposal, drafts)[0]
 
     def draw(self, logits: mx.array, drafts: list[mx.array]) -> Draws:
         if isinstance(self.key, list):
@@ -253,9 +258,11 @@ class Seed(Keyed):
         self.rows = n + 1
         self.noise: mx.array | None = None
 
-    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+    def pick(self, proposal: Proposal, drafts: list[mx.array]) -> mx.array:
+        if isinstance(proposal, Certain):
+            return proposal.token
         k = len(drafts)
-        logprobs = self.history.draft_log_probabilities(logits, drafts)
+        logprobs = self.history.draft_log_probabilities(proposal, drafts)
         noise = self._noise_of_round(logprobs.shape[-1])[k : k + 1]
         return mx.argmax(self.log_weights(logprobs, k) + noise, axis=-1)
 
@@ -302,10 +309,13 @@ class Ratio(Keyed):
     def begin(self, n: int) -> None:
         self.round_keys = mx.random.split(self.keys(2, self.rounds, 1)[0], n + 3)
         self.rounds += 1
-        self.q: list[mx.array] = []  # normalised log-probabilities (1, V) of each draft
+        self.q: list[mx.array | Certain] = []  # normalised log-probabilities (1, V) of each draft
 
-    def pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
-        logprobs = self.history.draft_log_probabilities(logits, drafts)
+    def pick(self, proposal: Proposal, drafts: list[mx.array]) -> mx.array:
+        if isinstance(proposal, Certain):
+            self.q.append(proposal)
+            return proposal.token
+        logprobs = self.history.draft_log_probabilities(proposal, drafts)
         q = _normalised(self.log_weights(logprobs, len(drafts)))
         self.q.append(q)
         return mx.random.categorical(q, key=self.round_keys[len(drafts)])
@@ -324,7 +334,10 @@ class Ratio(Keyed):
         self, p: mx.array, drafts: list[mx.array], uniform_key: mx.array, residual_key: mx.array
     ) -> mx.array:
         """The drafts that are accepted, a draw from the residual for the others: (n,)."""
-        q = mx.concatenate(self.q)  # (n, V)
+        vocab_size = p.shape[-1]
+        q = mx.concatenate(
+            [_point(q.token, vocab_size) if isinstance(q, Certain) else q for q in self.q]
+        )  # (n, V)
         d = mx.concatenate(drafts)  # (n,)
         p_d, q_d = (mx.take_along_axis(x, d[:, None], axis=-1)[:, 0] for x in (p, q))
         accepted = mx.random.uniform(shape=d.shape, key=uniform_key) < mx.exp(p_d - q_d)
@@ -336,6 +349,11 @@ class Ratio(Keyed):
 
 def _normalised(log_weights: mx.array) -> mx.array:
     return log_weights - mx.logsumexp(log_weights, axis=-1, keepdims=True)
+
+
+def _point(token: mx.array, vocab_size: int) -> mx.array:
+    """Log-probabilities (1, V) of what is certain to be that token (1,)."""
+    return mx.where(mx.arange(vocab_size) == token, 0.0, -mx.inf)[None]
 
 
 def make_law(

@@ -21,7 +21,7 @@ from mlx_spec.accept import Greedy, Seed, make_law, plain_sampler
 from mlx_spec.drafters import Drafter
 from mlx_spec.generate import choose_drafter
 from mlx_spec.kept import first_pair, keep, take_kept
-from mlx_spec.knowledge import depth_for, remember
+from mlx_spec.knowledge import depths_for, remember
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.options import SpecOptions
 from mlx_spec.rollback import tokens_in
@@ -104,16 +104,20 @@ class Alone:
         if kept is None and draft_caches:
             plan.stats.unprimed += tokens_in(own) - plan.tokens
         prompt = mx.array([token for segment in sequence.segments for token in segment], mx.uint32)
+        if sequence.drawn is not None:
+            prompt = sequence.drawn.token
+        if (text := plan.drafter.text(draft_caches)) is not None:
+            text.become(sequence.tokens)
         self.request = Request(
             target_for(model),
             plan.drafter,
             Greedy(),
             in_time_order(own),
-            draft_caches,
-            depth_for(plan.options, model, plan.drafter),
+            in_time_order(draft_caches),
+            depths_for(plan.options, model, plan.drafter),
             prompt[:1],
             KVQuantization(),
-            first_pair(kept, prompt),
+            first_pair(plan.drafter, kept, prompt),
             sequence.drawn,
         )
         self.tokens: Generator[tuple[int, mx.array, bool], None, None] | None = None
@@ -172,9 +176,12 @@ class Alone:
     def snapshot(self) -> tuple[list[Any], list[int]]:
         """A copy of the caches while the prompt is being processed, and what they hold."""
         caches = self.sequence.caches
+        draft_caches = self.request.draft_caches
         copies = copy.deepcopy(settled(caches))
+        draft_copies = copy.deepcopy(settled(draft_caches))
         in_time_order(caches)
-        self._keep(copies, copy.deepcopy(self.request.draft_caches))
+        in_time_order(draft_caches)
+        self._keep(copies, draft_copies)
         return copies, list(self.sequence.tokens)
 
     def leave(self) -> Sequence:
@@ -189,6 +196,7 @@ class Alone:
         if isinstance(request.law, Seed):
             request.law.position = sequence.drawn_count
         settled(sequence.caches)
+        settled(request.draft_caches)
         self._keep(sequence.caches, request.draft_caches)
         self.plan.draft_caches = request.draft_caches
         self.plan.tokens = tokens_in(sequence.caches)
@@ -197,7 +205,7 @@ class Alone:
     def _keep(self, caches: list[Any], draft_caches: list[Any]) -> None:
         request = self.request
         hidden = request.drawn.hidden if request.drawn else None
-        if request.unlearnt is not None:
+        if request.unlearnt is not None and request.unlearnt.hidden is not None:
             hidden = request.unlearnt.hidden[:, -1:]
         keep(caches, request.drafter, draft_caches, hidden)
 
@@ -244,12 +252,10 @@ class SpecBatchGenerator(BatchGenerator):
             plan.drafter = choose_drafter(
                 self.model,
                 None,
-                plan.options.num_draft_tokens,
+                plan.options,
                 {"prompt_cache": cache},
                 plan.stats,
             )
-            if isinstance(plan.drafter, nn.Module):  # drafts in another loop of mlx_lm only
-                plan.drafter, plan.stats.reason = None, "stock-draft-model"
         return uids
 
     def extract_cache(self, uids: list[int]) -> dict[int, Any]:

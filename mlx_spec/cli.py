@@ -32,8 +32,8 @@ from mlx_spec.generate import bound, stream_generate
 from mlx_spec.inspection import inspect_path
 from mlx_spec.load import load
 from mlx_spec.options import (
-    DEFAULT_MAX_DRAFT_TOKENS,
     HELP,
+    DraftKind,
     SpecOptions,
     add_spec_options,
     draft_tokens,
@@ -87,8 +87,8 @@ def generation_parser() -> argparse.ArgumentParser:
     changed["draft_model"].help = (
         "A drafter, or a Gemma-4 assistant as released: a directory or ORG/REPO; 'auto': a head "
         "inside the model's directory, else a directory beside it with -MTP (Qwen) or -assistant "
-        "(Gemma-4) in its name; 'none': no drafting. For families that mlx-spec does not know, a "
-        "draft model as mlx_lm.generate takes it. Default: auto."
+        "(Gemma-4) in its name, else lookup in the text; 'none': no drafting. Or a smaller model "
+        "with the same tokenizer. Default: auto."
     )
     changed["num_draft_tokens"].type = draft_tokens
     changed["num_draft_tokens"].default = "auto"
@@ -121,6 +121,7 @@ def run_generate(args: argparse.Namespace) -> None:
             *positional,
             max_draft_tokens=args.max_draft_tokens,
             sampling=args.sampling,
+            draft_kind=args.draft_kind,
             require_spec=args.require_spec,
             **options,
         ):
@@ -151,11 +152,12 @@ def check_json_object(option: str, text: str) -> None:
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option("--num-draft-tokens", metavar="N|auto", default="auto", help=HELP["num_draft_tokens"])
-@click.option(
-    "--max-draft-tokens", type=int, default=DEFAULT_MAX_DRAFT_TOKENS, help=HELP["max_draft_tokens"]
-)
+@click.option("--max-draft-tokens", type=int, help=HELP["max_draft_tokens"])
 @click.option(
     "--sampling", type=click.Choice(get_args(Sampling)), default="auto", help=HELP["sampling"]
+)
+@click.option(
+    "--draft-kind", type=click.Choice(get_args(DraftKind)), default="auto", help=HELP["draft_kind"]
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -163,8 +165,9 @@ def run_command(
     program: str,
     arguments: tuple[str, ...],
     num_draft_tokens: str,
-    max_draft_tokens: int,
+    max_draft_tokens: int | None,
     sampling: Sampling,
+    draft_kind: DraftKind,
 ) -> None:
     """Run a stock program with drafts: mlx_lm.generate, mlx_lm.chat, a script, or -m MODULE.
 
@@ -173,7 +176,9 @@ def run_command(
     stderr at the end.
     """
     with one_sentence():
-        options = SpecOptions(draft_tokens(num_draft_tokens), max_draft_tokens, sampling)
+        options = SpecOptions(
+            draft_tokens(num_draft_tokens), max_draft_tokens, sampling, draft_kind
+        )
         run_program(program, list(arguments), options)
 
 

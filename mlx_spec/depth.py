@@ -37,6 +37,10 @@ class Depth(Protocol):
     state: State
     why: str | None
 
+    @property
+    def asleep(self) -> bool:
+        """Whether `choose` would say 0 and try nothing."""
+
     def choose(self, context: int) -> int:
         """Drafts for the next round; `context` tokens are in the target's cache."""
 
@@ -52,6 +56,10 @@ class Fixed:
         self.max = n
         self.state: State = "fixed"
         self.why: str | None = None
+
+    @property
+    def asleep(self) -> bool:
+        return self.max == 0
 
     def choose(self, context: int) -> int:
         return self.max
@@ -95,6 +103,14 @@ class Adaptive:
         self._came_back = 0  # at so many tokens
         self._unpaid: deque[tuple[int, int, int, float | None]] = deque(maxlen=64)  # yet
         self._check_after(FIRST_CHECK)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `choose` would say 0 and try nothing."""
+        depth, left = self._burst
+        if left > 0:
+            return depth == 0
+        return self.state == "parked" and self._tokens < self._wake
 
     def choose(self, context: int) -> int:
         """Drafts for the next round, 0 to `max`; `context` tokens are in the target's cache."""

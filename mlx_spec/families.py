@@ -20,7 +20,7 @@ from mlx_spec.errors import Incompatible
 from mlx_spec.mistakes import Mistake
 from mlx_spec.targets import gemma4
 from mlx_spec.targets.qwen import QwenTarget
-from mlx_spec.targets.target import Target
+from mlx_spec.targets.target import HiddenTarget, Target
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,11 @@ def misfits(family: Family, drafter: Checkpoint, model: Checkpoint) -> list[str]
     return family.misfits(drafter, model)
 
 
-def check_target(family: Family, target: Target) -> None:
-    """Raises Incompatible for a target of another family."""
+def check_target(family: Family, target: Target) -> HiddenTarget:
+    """The target, if it is of the family's. Raises Incompatible for one of another family."""
     if not isinstance(target, family.target):
         raise Incompatible(
             f"The drafter does not fit the model: it is for models of type "
             f"{', '.join(family.target_types)}; give the drafter of this model."
         )
+    return target  # type: ignore[return-value]  # `family.target` is only known to be a class

@@ -21,27 +21,26 @@ from mlx_lm.generate import (
 from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generate as stock_generate
 from mlx_lm.generate import generate_step as stock_generate_step
-from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_spec.accept import make_law, plain_sampler
 from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.combined import Combined
+from mlx_spec.drafters.lookup import LONG
 from mlx_spec.errors import Incompatible, NotEngaged
 from mlx_spec.kept import first_pair, keep, take_kept
-from mlx_spec.knowledge import depth_for, remember
+from mlx_spec.knowledge import depths_for, remember
 from mlx_spec.kv_quantization import KVQuantization
-from mlx_spec.load import pairing_of
-from mlx_spec.options import DEFAULT_MAX_DRAFT_TOKENS, DraftTokens, SpecOptions
+from mlx_spec.load import draft_model_of, lookup_of, pairing_of
+from mlx_spec.options import DraftKind, DraftTokens, SpecOptions
 from mlx_spec.rollback import check_caches, tokens_in
 from mlx_spec.round import Request, speculate
 from mlx_spec.sampling import Sampling
 from mlx_spec.sliding_window import in_time_order, settled
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
-
-STOCK_NUM_DRAFT_TOKENS = 3  # the default of mlx_lm.generate's --num-draft-tokens
 
 
 @dataclass
@@ -77,7 +76,7 @@ def speculative_generate_step(
     stream: Any = generation_stream,
     *,
     num_draft_tokens: DraftTokens | None = None,
-    max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
+    max_draft_tokens: int | None = None,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -132,16 +131,15 @@ def speculative_generate_step(
         target,
         draft_model,
         law,
-        own,
-        draft_caches,
-        depth_for(options, model, draft_model),
+        in_time_order(own),
+        in_time_order(draft_caches),
+        depths_for(options, model, draft_model),
         prompt.astype(mx.uint32),
         KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
-        first_pair(kept, prompt),
+        first_pair(draft_model, kept, prompt),
     )
     progress = prompt_progress_callback or (lambda done, total: None)
     try:
-        in_time_order(own)
         with mx.stream(stream):
             request.prefill(prefill_step_size, progress)
         with closing(speculate(request, stream, max_tokens, stats)) as tokens:
@@ -151,6 +149,7 @@ def speculative_generate_step(
                 yield token
     finally:
         prompt_cache[: len(own)] = settled(own)  # mlx-lm replaces what it quantises
+        settled(draft_caches)
         hidden = request.drawn.hidden if request.drawn else None
         keep(own, draft_model, draft_caches, hidden)
         remember(draft_model)
@@ -171,8 +170,9 @@ def stream_generate(
     draft_model: Any = None,
     *args: Any,
     num_draft_tokens: DraftTokens | None = None,
-    max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
+    max_draft_tokens: int | None = None,
     sampling: Sampling = "auto",
+    draft_kind: DraftKind = "auto",
     require_spec: bool = False,
     stats: SpecStats | None = None,
     **kwargs: Any,
@@ -180,11 +180,13 @@ def stream_generate(
     """mlx_lm.stream_generate, with drafts where `model` has a drafter.
 
     Args as there, and:
-        draft_model: a drafter; None takes the one that `mlx_spec.load` found; an ordinary
-            mlx-lm model drafts in mlx-lm's own loop.
+        draft_model: a drafter, or a model of mlx-lm with the same tokenizer; None takes what
+            `mlx_spec.load` found.
         num_draft_tokens: drafts in a round; 0 switches drafting off; "auto", the default: as many
             as pay on this machine with this text, or none.
-        max_draft_tokens: at most so many, with "auto".
+        max_draft_tokens: at most so many, with "auto"; None: 8, or 16 with lookup.
+        draft_kind: "lookup": drafts are what followed earlier in the text; "combined": that where
+            much of the text repeats, else the drafter; "auto": the drafter.
         sampling: "seed": the text depends on mlx's random seed alone, not on what is drafted;
             "stock": mlx_lm's tokens at the same seed; "ratio": rejection sampling, equal in
             distribution; "auto": "seed", or "stock" for a sampler that mlx_lm did not make.
@@ -197,16 +199,17 @@ def stream_generate(
     BadArguments if the law cannot follow the sampler.
     """
     options = SpecOptions(
-        "auto" if num_draft_tokens is None else num_draft_tokens, max_draft_tokens, sampling
+        "auto" if num_draft_tokens is None else num_draft_tokens,
+        max_draft_tokens,
+        sampling,
+        draft_kind,
     )
     stats = stats if stats is not None else SpecStats()
-    drafter = choose_drafter(model, draft_model, options.num_draft_tokens, kwargs, stats)
+    drafter = choose_drafter(model, draft_model, options, kwargs, stats)
     if require_spec and drafter is None:
         raise NotEngaged(f"Speculation is required but cannot be engaged: {stats.why}.")
-    step = stock_speculative_generate_step
-    if isinstance(drafter, nn.Module):
-        stats.reason, stats.sampling = "stock-draft-model", None
-    elif drafter is not None:
+    step = None
+    if drafter is not None:
         progress = kwargs.pop("prompt_progress_callback", None)
         step = partial(
             speculative_generate_step,
@@ -222,8 +225,6 @@ def stream_generate(
     )
     if drafter is not None:
         kwargs["num_draft_tokens"] = options.num_draft_tokens
-    if isinstance(drafter, nn.Module) and options.num_draft_tokens == "auto":
-        kwargs["num_draft_tokens"] = STOCK_NUM_DRAFT_TOKENS
     responses = run(model, tokenizer, prompt, max_tokens, drafter, *args, **kwargs)
     for response in responses:
         if response.finish_reason:
@@ -237,35 +238,55 @@ def stream_generate(
 
 def choose_drafter(
     model: nn.Module,
-    draft_model: Any,
-    num_draft_tokens: DraftTokens,
-    options: dict[str, Any],
+    draft_model: Drafter | nn.Module | None,
+    options: SpecOptions,
+    generation: dict[str, Any],
     stats: SpecStats,
-) -> Any:
-    """What is to draft for this generation; None, with a reason in `stats`, if nothing can."""
+) -> Drafter | None:
+    """What is to draft for this generation; None, with a reason in `stats`, if nothing can.
+
+    Args:
+        draft_model: a drafter, or a model of mlx-lm; None: what was found for the model.
+        generation: the arguments of mlx_lm's that tell of prompt and caches.
+    """
     pairing = pairing_of(model)
-    drafter = draft_model if draft_model is not None else pairing.drafter
-    if drafter is None:
+    given = draft_model if draft_model is not None else pairing.drafter
+    if given is None and options.draft_kind == "auto":
         stats.reason, stats.detail = pairing.reason, pairing.detail
-    elif num_draft_tokens == 0:
+    elif options.num_draft_tokens == 0:
         stats.reason = "num-draft-tokens-0"
-    elif isinstance(drafter, nn.Module):
-        return drafter
-    elif options.get("input_embeddings") is not None:
+    elif generation.get("input_embeddings") is not None:
         stats.reason = "input-embeddings"
     else:
+        if given is pairing.drafter:
+            stats.detail = pairing.detail  # why it is lookup, if it is
         try:
             stats.reason = "unsupported-model"
             target = target_for(model)
             stats.reason = "unsupported-cache"
-            check_caches(target, caches_of(model, options.get("prompt_cache")))
+            check_caches(target, own_caches(model, generation))
+            drafter = draft_model_of(given, target) if isinstance(given, nn.Module) else given
             stats.reason = None
-            if drafter is pairing.drafter:
-                stats.detail = pairing.detail
-            return drafter
+            return of_kind(options.draft_kind, drafter, model)
         except Incompatible as error:
             stats.detail = str(error)
     return None
+
+
+def of_kind(kind: DraftKind, drafter: Drafter | None, model: nn.Module) -> Drafter:
+    """The drafter, or lookup in its place or beside it."""
+    if drafter is None or kind == "lookup":
+        return lookup_of(model)
+    if kind == "combined" and len(drafter.parts) == 1 and drafter.kind != "lookup":
+        return Combined(lookup_of(model, LONG), drafter)
+    return drafter
+
+
+def own_caches(model: nn.Module, generation: dict[str, Any]) -> list[Any]:
+    """The target's caches of a generation with such arguments."""
+    if generation.get("prompt_cache") is not None:
+        return caches_of(model, generation["prompt_cache"])
+    return make_prompt_cache(model, max_kv_size=generation.get("max_kv_size"))
 
 
 def generate(

@@ -37,7 +37,7 @@ from mlx_spec.options import DraftTokens, SpecOptions
 from mlx_spec.probe import Probe, parse_bits, precisions
 from mlx_spec.probe import probe as probe_drafter
 from mlx_spec.rollback import check_caches
-from mlx_spec.targets import MODEL_TYPES, target_for, unsupported
+from mlx_spec.targets import target_for
 
 Verdict = Literal["usable", "no-drafter", "unverified", "incompatible"]
 EXIT_CODES: dict[Verdict, int] = {"usable": 0, "no-drafter": 2, "unverified": 3, "incompatible": 4}
@@ -217,8 +217,6 @@ def inspect_path(
         return conclude("unverified", "a drafter alone; inspect the model it is for")
     check_model(str(path))
     try:
-        if family not in MODEL_TYPES:
-            raise unsupported(family)
         found = find_drafter(path) if draft_model == "auto" else Found(drafter_path(draft_model))
         model, _ = load_model(path, lazy=True)
         target = target_for(model)

@@ -18,13 +18,13 @@ from mlx_spec.round import Pairs
 @dataclass(frozen=True)
 class Kept:
     """Attributes:
-    drafter: the one that the caches are of; another one cannot use them.
+    drafters: the parts of the one that the caches are of; another one cannot use them.
     caches: of the drafter.
     hidden: (1, 1, H), the target's hidden state of the newest token in its caches, if known.
     tokens: how many the target's caches held.
     """
 
-    drafter: weakref.ref
+    drafters: tuple[weakref.ref, ...]
     caches: list[Any]
     hidden: mx.array | None
     tokens: int
@@ -34,19 +34,24 @@ def keep(own: list[Any], drafter: Drafter, caches: list[Any], hidden: mx.array |
     """Hang what the drafter knows on the target's caches `own`."""
     if hidden is not None:
         hidden = mx.contiguous(hidden)
-    own[0].mlx_spec = Kept(weakref.ref(drafter), caches, hidden, tokens_in(own))
+    drafters = tuple(map(weakref.ref, drafter.parts))
+    own[0].mlx_spec = Kept(drafters, caches, hidden, tokens_in(own))
 
 
 def take_kept(own: list[Any], drafter: Drafter) -> Kept | None:
     """Take it off again; None where nothing was kept that is of use."""
     kept = vars(own[0]).pop("mlx_spec", None)
-    if kept is None or kept.drafter() is not drafter or kept.tokens != tokens_in(own):
+    if kept is None or kept.tokens != tokens_in(own):
         return None
-    return kept
+    return kept if [known() for known in kept.drafters] == list(drafter.parts) else None
 
 
-def first_pair(kept: Kept | None, prompt: mx.array) -> Pairs | None:
-    """The first token of a further prompt (T,), with the hidden state that was kept."""
+def first_pair(drafter: Drafter, kept: Kept | None, prompt: mx.array) -> Pairs | None:
+    """The first token of a further prompt (T,), with the hidden state that was kept. A drafter that
+    needs none can learn the first of all tokens, too."""
+    first = prompt[:1].astype(mx.uint32)
+    if not drafter.needs_hidden:
+        return Pairs(first, None) if drafter.learns else None
     if kept is None or kept.hidden is None:
         return None
-    return Pairs(prompt[:1].astype(mx.uint32), kept.hidden)
+    return Pairs(first, kept.hidden)

@@ -26,11 +26,14 @@ class Known:
 _known: WeakKeyDictionary[Drafter, Known] = WeakKeyDictionary()
 
 
-def depth_for(options: SpecOptions, model: nn.Module, drafter: Drafter) -> Depth:
-    """The depth of one request."""
+def depths_for(options: SpecOptions, model: nn.Module, drafter: Drafter) -> list[Depth]:
+    """The depths of one request, by the parts of its drafter."""
     if options.num_draft_tokens == "auto":
-        return Adaptive(knowledge_of(model, drafter), options.max_draft_tokens)
-    return Fixed(options.num_draft_tokens)
+        return [
+            Adaptive(knowledge_of(model, part), options.max_draft_tokens or part.most)
+            for part in drafter.parts
+        ]
+    return [Fixed(options.num_draft_tokens) for _ in drafter.parts]
 
 
 def knowledge_of(model: nn.Module, drafter: Drafter) -> Knowledge:
@@ -56,7 +59,9 @@ def learn_costs(
 
 def remember(drafter: Drafter) -> None:
     """A request has ended: leave what is known to the next start."""
-    known, now = _known.get(drafter), time.monotonic()
-    if known is not None and (known.written is None or now - known.written > WRITE_S):
-        depth_cache.write(known.fingerprint, known.knowledge)
-        known.written = now
+    now = time.monotonic()
+    for part in drafter.parts:
+        known = _known.get(part)
+        if known is not None and (known.written is None or now - known.written > WRITE_S):
+            depth_cache.write(known.fingerprint, known.knowledge)
+            known.written = now

@@ -1,7 +1,8 @@
 """Loading a model together with its drafter.
 
 A drafter is looked for in the model's own directory (an `mtp.*` head among its weights), then
-beside it (a directory named `*-MTP*`, or `*-assistant*` for Gemma-4).
+beside it (a directory named `*-MTP*`, or `*-assistant*` for Gemma-4). Where there is none, lookup
+drafts, which needs no weights.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,10 @@ from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.fingerprint import Fingerprint, Relation, fingerprint_of_model, relation
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.hub import is_repository_name
+from mlx_spec.convert.tokenizer import compare_tokenizers, compare_vocabularies
 from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.draft_model import DraftModel
+from mlx_spec.drafters.lookup import SHORTEST, Lookup
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
 from mlx_spec.families import (
     check_target,
@@ -39,16 +43,19 @@ from mlx_spec.families import (
 from mlx_spec.fit import model_fingerprint
 from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
-from mlx_spec.targets import target_for, unsupported
+from mlx_spec.targets import target_for
 from mlx_spec.targets.target import Target
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """What `load` found for a model: a drafter, or the reason why there is none. With a drafter,
-    `detail` says why it may seldom be right, if there is something to say."""
+    """What `load` found for a model: a drafter, or the reason why there is none.
 
-    drafter: Drafter | nn.Module | None
+    `path`: of its weights, None for lookup. `detail`: with a drafter, why it may seldom be right;
+    with lookup, why there is no other one.
+    """
+
+    drafter: Drafter | None
     path: Path | None = None
     reason: Reason | None = None
     detail: str | None = None
@@ -69,8 +76,9 @@ def load(
     """mlx_lm.load, then the drafter.
 
     Args: those of mlx_lm.load, and
-        draft_model: "auto" looks for one and goes on without if there is none; a directory or
-            a repository of the hub must hold a drafter that fits; None or "none" looks for none.
+        draft_model: "auto" looks for one, and takes lookup if there is none; a directory or a
+            repository of the hub must hold a drafter that fits, or a model with the same
+            tokenizer; None or "none" looks for none.
 
     Returns: model and tokenizer (and the config with return_config), as mlx_lm.load.
     Raises: SpecError in one sentence for what is wrong with the files.
@@ -109,12 +117,15 @@ def pair(
     except Incompatible as error:
         if draft_model == "auto":
             return Pairing(None, reason="unsupported-model", detail=str(error))
-        return Pairing(load_ordinary_model(draft_model, tokenizer), Path(draft_model))
+        raise
     if draft_model != "auto":
-        return _paired(drafter_path(draft_model), target)
+        path = drafter_path(draft_model)
+        if is_draft_model(path, where()):
+            return Pairing(load_draft_model(path, target, tokenizer, where()), path)
+        return _paired(path, target)
     found = find_drafter(where())
     if found.path is None:
-        return Pairing(None, reason="no-drafter", detail=found.why_not)
+        return Pairing(lookup_of(model), detail=found.why_not)
     try:
         return _paired(found.path, target)
     except CheckpointError as error:
@@ -140,16 +151,50 @@ def pair_loaded(model: nn.Module) -> None:
         model.mlx_spec = Pairing(None, reason="no-drafter", detail=str(error))
 
 
-def load_ordinary_model(path_or_hf_repo: str, tokenizer: Any) -> nn.Module:
-    """A draft model as mlx_lm.generate takes it, for mlx-lm's own speculative decoding."""
-    check_model(path_or_hf_repo)
-    model, own = mlx_lm.load(path_or_hf_repo)
-    if own.vocab_size != tokenizer.vocab_size:
+def lookup_of(model: nn.Module, shortest: int = SHORTEST) -> Lookup:
+    """The model's own one: what is learnt of depths is kept with it."""
+    name = f"mlx_spec_lookup_{shortest}"
+    return vars(model).get(name) or vars(model).setdefault(name, Lookup(shortest))
+
+
+def is_draft_model(path: Path, model_path: Path) -> bool:
+    """Whether a directory holds a model that is to draft itself: not a drafter, nor a model of the
+    same size as the one in the other directory, whose head is wanted then."""
+    drafter, model = Checkpoint.open(path), Checkpoint.open(model_path)
+    if family_of_drafter(drafter.config) is not None:
+        return False
+    return family_of_target(drafter.config) is None or _size(drafter) != _size(model)
+
+
+def _size(model: Checkpoint) -> list[Any]:
+    text = model.section("text_config") or model.config
+    return [model.config.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")]
+
+
+def load_draft_model(path: Path, target: Target, tokenizer: Any, model_path: Path) -> DraftModel:
+    """A model of mlx-lm that drafts for the target.
+
+    Raises: Incompatible where its tokenizer is another one, or a cache of it cannot be put back.
+    """
+    check_model(str(path))
+    model, own = mlx_lm.load(str(path))
+    found = compare_tokenizers(path, model_path)
+    if found.verdict == "unknown":
+        found = compare_vocabularies(own.get_vocab(), tokenizer.get_vocab())
+    if found.verdict == "differs":
         raise Incompatible(
-            f"{path_or_hf_repo} has another tokenizer than the model; "
+            f"{path} has another tokenizer than the model ({found.detail}); "
             "choose a draft model of the same family."
         )
-    return model
+    return draft_model_of(model, target)
+
+
+def draft_model_of(model: nn.Module, target: Target) -> DraftModel:
+    """A loaded model as the drafter for a target; the same one each time."""
+    drafter = vars(model).get("mlx_spec_drafter")
+    if drafter is None or drafter.vocab_size != target.vocab_size:
+        drafter = model.mlx_spec_drafter = DraftModel(model, target)
+    return drafter
 
 
 def local_path(
@@ -216,7 +261,7 @@ def find_drafter(model_path: Path) -> Found:
     model = Checkpoint.open(model_path)
     family = family_of_target(model.config)
     if family is None:
-        return Found(None, str(unsupported(str(model.config.get("model_type")))))
+        return Found(None, f"there are no drafters for {model.config.get('model_type')} models")
     if family.has_head(model):
         return Found(model_path)
     # A link's neighbours count as well as those of what it leads to.
@@ -272,8 +317,8 @@ def read_drafter(path: str | Path, target: Target) -> Head:
     """As `load_drafter`, but only its configuration and its weights."""
     checkpoint = Checkpoint.open(path)
     family = family_of(checkpoint)
-    check_target(family, target)
-    return family.read_head(checkpoint, target.embed(mx.array([[0]])).dtype)
+    embed = check_target(family, target).embed
+    return family.read_head(checkpoint, embed(mx.array([[0]])).dtype)
 
 
 def relation_to(path: Path, target: Target) -> Relation | None:

@@ -35,7 +35,12 @@ from mlx_spec.accept import plain_sampler
 from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.drafters import Drafter
 from mlx_spec.families import family_of_drafter
-from mlx_spec.generate import choose_drafter, speculative_generate_step, stream_generate
+from mlx_spec.generate import (
+    caches_of,
+    choose_drafter,
+    speculative_generate_step,
+    stream_generate,
+)
 from mlx_spec.load import load_drafter, pair_loaded
 from mlx_spec.options import DraftTokens, SpecOptions
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
@@ -142,6 +147,11 @@ def _options(num_draft_tokens: DraftTokens | None, draft_model: Any) -> SpecOpti
     return _installed.options
 
 
+def of_step(options: SpecOptions) -> dict[str, Any]:
+    """Those that `speculative_generate_step` takes, beside a drafter."""
+    return {name: value for name, value in asdict(options).items() if name != "draft_kind"}
+
+
 def _load_model(model_path: Path, *args: Any, **kwargs: Any) -> tuple[nn.Module, dict[str, Any]]:
     path = Path(model_path)
     if _installed is not None and (path / "config.json").is_file():
@@ -191,7 +201,7 @@ def _generate_step(
     pair_loaded(model)
     stats = SpecStats()
     options = _installed.options
-    drafter = choose_drafter(model, None, options.num_draft_tokens, kwargs, stats)
+    drafter = choose_drafter(model, None, options, kwargs, stats)
     try:
         if drafter is None:
             sampler = kwargs.pop("sampler", None)
@@ -200,7 +210,7 @@ def _generate_step(
         else:
             kwargs.pop("input_embeddings", None)
             generation = speculative_generate_step(
-                prompt, model, drafter, stream, stats=stats, **asdict(options), **kwargs
+                prompt, model, drafter, stream, stats=stats, **of_step(options), **kwargs
             )
             with closing(generation):
                 for token, logprobs, _ in generation:
@@ -216,15 +226,23 @@ def _speculative_generate_step(
     stream: Any = generation_stream,
     **kwargs: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
-    step = stock_speculative_generate_step
-    stats = SpecStats(reason="stock-draft-model")
+    if _installed is None:
+        yield from stock_speculative_generate_step(prompt, model, draft_model, stream, **kwargs)
+        return
+    stats = SpecStats()
+    options = _options(kwargs.pop("num_draft_tokens", None), draft_model)
     if isinstance(draft_model, DrafterDirectory):
-        stats = SpecStats()
-        options = _options(kwargs.pop("num_draft_tokens", None), draft_model)
-        step = partial(speculative_generate_step, stats=stats, **asdict(options))
         draft_model = draft_model.drafter_for(model)
+    drafter = choose_drafter(model, draft_model, options, kwargs, stats)
     try:
-        yield from step(prompt, model, draft_model, stream, **kwargs)
+        if drafter is None:
+            kwargs["prompt_cache"] = caches_of(model, kwargs.pop("prompt_cache", None))
+            for token, logprobs in stock_generate_step(prompt, model, stream, **kwargs):
+                yield token, logprobs, False
+        else:
+            yield from speculative_generate_step(
+                prompt, model, drafter, stream, stats=stats, **of_step(options), **kwargs
+            )
     finally:
         _report(stats)
 

@@ -115,13 +115,23 @@ RULES: dict[type, type[AppendedRows] | type[RecurrentState]] = {
 def check_caches(target: Target, caches: list[Any]) -> None:
     """Raises Incompatible that names the first cache that cannot be rolled back."""
     for cache in caches:
+        check_class(cache)
         if type(cache) is RotatingKVCache:
             check_ring(cache, target.window)
-        elif type(cache) not in RULES:
+        elif type(cache) is ArraysCache and not target.recurrent:
             raise Incompatible(
-                f"A cache of class {type(cache).__name__} cannot be rolled back, "
-                "so this model is decoded without drafts."
+                f"The recurrent state in an {type(cache).__name__} of this family of models cannot "
+                "be rolled back, so this model is decoded without drafts."
             )
+
+
+def check_class(cache: Any) -> None:
+    """Raises Incompatible that names the class of a cache for which there is no rule."""
+    if type(cache) is not RotatingKVCache and type(cache) not in RULES:
+        raise Incompatible(
+            f"A cache of class {type(cache).__name__} cannot be rolled back, "
+            "so this model is decoded without drafts."
+        )
 
 
 def tokens_in(caches: list[Any]) -> int:
@@ -136,9 +146,9 @@ class Transaction:
         self.entries = list(caches)
         self.rules = [RULES[type(cache)](cache) for cache in caches]
 
-    def prefill(self, tokens: mx.array) -> mx.array:
-        """tokens (T,) -> hidden (1, T, H). All rows stay, unless the transaction is aborted
-        before `keep_all`."""
+    def prefill(self, tokens: mx.array) -> mx.array | None:
+        """tokens (T,) -> hidden (1, T, H), if the target gives any. All rows stay, unless the
+        transaction is aborted before `keep_all`."""
         hidden, _ = self.target(tokens[None], self.caches)
         self._built()
         return hidden
@@ -149,8 +159,9 @@ class Transaction:
             if isinstance(cache, SlidingWindow):
                 cache.keep_update()
 
-    def verify(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """tokens (T,) -> hidden (1, T, H), logits (1, T, V). `commit` says how many rows stay."""
+    def verify(self, tokens: mx.array) -> tuple[mx.array | None, mx.array]:
+        """tokens (T,) -> hidden (1, T, H), if any, and logits (1, T, V). `commit` says how many
+        rows stay."""
         lengths = mx.arange(1, tokens.size + 1)
         stand_ins = [rule.stand_in(lengths) for rule in self.rules]
         with self.target.recording() as replays:

@@ -19,9 +19,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.accept import Acceptance, Draws
-from mlx_spec.candidates import Candidates
+from mlx_spec.candidates import Certain, Proposal
 from mlx_spec.depth import Depth
 from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.text import Text
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.pace import Pace
 from mlx_spec.randomness import generator_state, integers
@@ -34,22 +35,32 @@ CATCH_UP = 32  # tokens that the drafter learns at once while nothing is drafted
 
 @dataclass(frozen=True)
 class Pairs:
-    """Committed tokens (m,) with the target's hidden states (1, m, H) that predicted them."""
+    """Committed tokens (m,) with the target's hidden states (1, m, H) that predicted them, if the
+    drafter needs these."""
 
     tokens: mx.array
-    hidden: mx.array
+    hidden: mx.array | None
 
     def __len__(self) -> int:
         return self.tokens.size
 
     def __getitem__(self, rows: slice) -> "Pairs":
-        return Pairs(self.tokens[rows], self.hidden[:, rows])
+        return Pairs(self.tokens[rows], None if self.hidden is None else self.hidden[:, rows])
 
     def then(self, newer: "Pairs") -> "Pairs":
-        return Pairs(
-            mx.concatenate([self.tokens, newer.tokens]),
-            mx.concatenate([self.hidden, newer.hidden], axis=1),
-        )
+        hidden = newer.hidden
+        if self.hidden is not None and hidden is not None:
+            hidden = mx.concatenate([self.hidden, hidden], axis=1)
+        return Pairs(mx.concatenate([self.tokens, newer.tokens]), hidden)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the drafters that take turns in a request, with its caches and its depth."""
+
+    drafter: Drafter
+    caches: list[Any]
+    depth: Depth
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,10 @@ class Round:
     drafts it may be committed before it is read."""
 
     transaction: Transaction
+    source: Source | None  # of the drafts
+    chosen: int | None  # drafts before any limit, if that was asked
     drafts: list[mx.array]  # each (1,)
-    hidden: mx.array | None  # (1, n+1, H); None for a token that was drawn elsewhere
+    hidden: mx.array | None  # (1, n+1, H), if the drafter needs it
     draws: Draws
     numbers: mx.array  # all that the host needs to know, in one array
     unlearnt: Pairs | None  # what the drafter had still to learn at the start ...
@@ -115,6 +128,7 @@ class Round:
 class Request:
     """One generation: what is committed, and how to launch the next round.
 
+    `depths`: one for each part of the drafter.
     `drawn`: at the start, a next token that was drawn elsewhere and is yielded first (then it is
     `pending`, too); at the end, the next one, None where the last token was left pending.
     """
@@ -124,12 +138,26 @@ class Request:
     law: Acceptance
     caches: list[Any]
     draft_caches: list[Any]
-    depth: Depth
+    depths: list[Depth]
     pending: mx.array  # (1,); the whole prompt before `prefill`
     kv_quantization: KVQuantization
     unlearnt: Pairs | None = None
     drawn: Drawn | None = None
-    chosen: int = 0  # drafts of the newest round, before any limit
+    unwritten: bool = True  # the newest token is not in `text`
+
+    def __post_init__(self) -> None:
+        # of the tokens in the caches, those that `text` has never had
+        self.unseen = 0 if self.text is None else tokens_in(self.caches) - len(self.text)
+
+    @property
+    def sources(self) -> list[Source]:
+        parts, caches = self.drafter.parts, self.drafter.caches_of_parts(self.draft_caches)
+        return [Source(*source) for source in zip(parts, caches, self.depths, strict=True)]
+
+    @property
+    def text(self) -> Text | None:
+        """What the drafter has seen of the text, if it looks at it."""
+        return self.drafter.text(self.draft_caches)
 
     def prefill(self, step: int, progress: Callable[[int, int], None]) -> None:
         """Run all of the prompt but its last token, `step` tokens at a time, through the target
@@ -140,21 +168,23 @@ class Request:
         A prompt may come in parts: `pending` is then the last token of one and the next part."""
         prompt, done = self.pending, 0
         total = prompt.size
+        to_write = integers(prompt) if self.text is not None else []
+        only_last = self.drafter.needs_hidden and not self.drafter.learns
         progress(0, total)
         while total - done > 1:
             left = total - done - 1
             rows = min(step, left)
-            held_back = not self.drafter.learns and rows == left > 1
+            held_back = only_last and rows == left > 1
             rows -= held_back  # the last row goes alone
             transaction = Transaction(self.target, self.caches)
             position = self.drafter.position(self.draft_caches)
             try:
                 hidden = transaction.prefill(prompt[done : done + rows])
                 newest = None
-                pairs = Pairs(prompt[done + 1 : done + 1 + rows], hidden)
+                pairs = self._pairs(prompt[done + 1 : done + 1 + rows], hidden)
                 if self.drafter.learns:
                     newest = self._prime(pairs)
-                elif done + rows == total - 1:
+                elif only_last and done + rows == total - 1:
                     newest = pairs
                     mx.async_eval(newest.hidden)
                 self.kv_quantization.apply(self.caches)
@@ -165,11 +195,16 @@ class Request:
                 raise
             transaction.keep_all()
             self.unlearnt = newest
+            if self.text is not None:
+                self.text.extend(to_write[done : done + rows])
             done += rows
             if not held_back:
                 progress(done, total)
             mx.clear_cache()
         self.pending = prompt[-1:]
+
+    def _pairs(self, tokens: mx.array, hidden: mx.array | None) -> Pairs:
+        return Pairs(tokens, hidden if self.drafter.needs_hidden else None)
 
     def _prime(self, pairs: Pairs) -> Pairs:
         """Let the drafter learn all but the newest pair, which is returned, computed."""
@@ -178,45 +213,40 @@ class Request:
             older = self.unlearnt.then(older)
         if len(older):
             self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
-        mx.async_eval(newest.hidden)
+        if newest.hidden is not None:
+            mx.async_eval(newest.hidden)
         return newest
 
     def drawn_before(self) -> Round | None:
         """The token that was drawn elsewhere, as a round that was read and committed."""
         if self.drawn is None:
             return None
-        draws = Draws(self.drawn.token, [self.drawn.logprobs], [])
-        key = integers(generator_state())
-        position = self.drafter.position(self.draft_caches)
-        nothing = Transaction(self.target, [])
-        tokens = integers(self.drawn.token)
-        context = tokens_in(self.caches)
         return Round(
-            nothing, [], None, draws, self.drawn.token, None, position, context, tokens, [key]
+            transaction=Transaction(self.target, []),
+            source=None,
+            chosen=None,
+            drafts=[],
+            hidden=None,
+            draws=Draws(self.drawn.token, [self.drawn.logprobs], []),
+            numbers=self.drawn.token,
+            unlearnt=None,
+            position=self.drafter.position(self.draft_caches),
+            context=tokens_in(self.caches),
+            tokens=integers(self.drawn.token),
+            keys=[integers(generator_state())],
         )
 
     def launch(self, remaining: int | None) -> Round:
         """Draft and verify, lazily. `remaining` tokens may still be emitted (None: no limit)."""
         context = tokens_in(self.caches)
-        n = self._depth(remaining, context)
+        source, chosen, n = self._turn(remaining, context)
         unlearnt, position = self.unlearnt, self.drafter.position(self.draft_caches)
         transaction = Transaction(self.target, self.caches)
         try:
             self.law.begin(n)
-            drafts: list[mx.array] = []
-            if n == 0:
+            drafts = [] if source is None else self._draft(source, n)
+            if self.unlearnt is not None:
                 self._catch_up()
-            else:
-                assert unlearnt is not None
-                drafts = self.drafter.draft(
-                    unlearnt.tokens,
-                    unlearnt.hidden,
-                    n,
-                    self._pick,
-                    self.draft_caches,
-                    self.caches,
-                )
-                self.unlearnt = None
             hidden, logits = transaction.verify(mx.concatenate([self.pending, *drafts]))
             draws = self.law.draw(logits, drafts)
             numbers = mx.concatenate([draws.tokens, *drafts, *draws.keys])
@@ -226,20 +256,74 @@ class Request:
             self.drafter.rewind(self.draft_caches, position)
             self.unlearnt = unlearnt
             raise
-        return Round(transaction, drafts, hidden, draws, numbers, unlearnt, position, context)
+        return Round(
+            transaction=transaction,
+            source=source,
+            chosen=chosen,
+            drafts=drafts,
+            hidden=hidden if self.drafter.needs_hidden else None,
+            draws=draws,
+            numbers=numbers,
+            unlearnt=unlearnt,
+            position=position,
+            context=context,
+        )
+
+    def _draft(self, source: Source, n: int) -> list[mx.array]:
+        drafter, pairs = source.drafter, Pairs(self.pending, None)
+        if wants_pairs(drafter):
+            assert self.unlearnt is not None
+            pairs = self.unlearnt
+        drafts = drafter.draft(
+            pairs.tokens, pairs.hidden, n, self._pick, source.caches, self.caches
+        )
+        if wants_pairs(drafter):
+            self.unlearnt = None
+        return drafts
+
+    def waits(self) -> bool:
+        """Whether the next round may have drafts for which the newest token must be known."""
+        return any(
+            source.drafter.expects(source.caches) and not source.depth.asleep
+            for source in self.sources
+        )
 
     def commit(self, launched: Round) -> None:
         """Keep the accepted drafts of a round that was read, or that has none."""
-        assert launched.hidden is not None
         launched.transaction.commit(launched.count)
         self.kv_quantization.apply(self.caches)
         rows = slice(0, launched.count)
-        newer = Pairs(launched.draws.tokens[rows], launched.hidden[:, rows])
-        if self.depth.max > 0:
+        newer = Pairs(launched.draws.tokens[rows], None)
+        if launched.hidden is not None:
+            newer = Pairs(newer.tokens, launched.hidden[:, rows])
+        if wants_pairs(self.drafter) and any(depth.max > 0 for depth in self.depths):
             self.unlearnt = newer if self.unlearnt is None else self.unlearnt.then(newer)
         self.pending = newer.tokens[-1:]
         keys = launched.keys or launched.draws.keys  # as they are where nothing was read yet
         self.law.committed(newer.tokens, keys[launched.accepted] if keys else None)
+        self.unwritten = True
+        if launched.tokens:
+            self.write(launched.tokens)
+
+    def write(self, tokens: list[int]) -> None:
+        """The newest committed tokens are known."""
+        if self.text is not None:
+            self.text.extend(tokens)
+        self.unwritten = False
+
+    def observe(self, read: Round, seconds: float | None, stats: SpecStats) -> None:
+        """A round was read, `seconds` after the one before it."""
+        drafted, sources = len(read.drafts), self.sources
+        if read.source is not None:
+            sources = [read.source]
+            stats.add_drafts(read.source.drafter.kind, drafted, read.accepted)
+        stats.add_round(drafted, read.accepted)
+        for source in sources:
+            source.depth.observe(drafted, read.accepted, read.context, seconds)
+        depth = sources[-1].depth
+        stats.state, stats.state_reason = depth.state, depth.why
+        if read.chosen is not None:
+            stats.depth = read.chosen
 
     def undo(self, launched: Round) -> None:
         launched.transaction.abort()
@@ -277,6 +361,8 @@ class Request:
                     self.drawn = current.drawn_at(fed)
                 key = current.keys[fed] if current.keys else None
             self.law.leave(key)
+        if self.text is not None:
+            self.text.cut(tokens_in(self.caches) - self.unseen)
         with nullcontext() if as_stock else suppress(Exception):  # the first error is the one
             self.kv_quantization.apply(self.caches)
             self.learn()
@@ -287,31 +373,49 @@ class Request:
             pairs, self.unlearnt = self.unlearnt, None
             self.drafter.extend(pairs.tokens, pairs.hidden, self.draft_caches)
 
-    def _pick(self, logits: mx.array | Candidates, drafts: list[mx.array]) -> mx.array:
+    def _pick(self, proposal: Proposal, drafts: list[mx.array]) -> mx.array:
         """The device works on a draft while the next one is built."""
-        draft = self.law.pick(logits, drafts)
-        mx.async_eval(draft)
+        draft = self.law.pick(proposal, drafts)
+        if not isinstance(proposal, Certain):
+            mx.async_eval(draft)
         return draft
 
     def _catch_up(self) -> None:
-        """While nothing is drafted, let the drafter learn all but the newest pair, many at once."""
+        """While the drafter drafts nothing, let it learn all but the newest pair, many at once."""
         if self.unlearnt is not None and len(self.unlearnt) > CATCH_UP:
             older, self.unlearnt = self.unlearnt[:-1], self.unlearnt[-1:]
             self.drafter.extend(older.tokens, older.hidden, self.draft_caches)
             mx.async_eval([cache.state for cache in self.draft_caches])
 
-    def _depth(self, remaining: int | None, context: int) -> int:
-        """Nothing is committed that may not be emitted, and a block of rows does not straddle
-        the point where mlx-lm starts to quantise the cache."""
-        self.chosen = self.depth.choose(context)
-        limits = [
-            self.chosen,
-            self.kv_quantization.rows_left(self.caches) - 1,
-            0 if self.unlearnt is None else self.depth.max,
-        ]
-        if remaining is not None:
-            limits.append(remaining - 1)
-        return max(0, min(limits))
+    def _turn(self, remaining: int | None, context: int) -> tuple[Source | None, int | None, int]:
+        """Who drafts in the next round, how many tokens its depth chose, and how many it may."""
+        most = self._rows_left(remaining) - 1
+        chosen = None
+        for source in self.sources:
+            limit = self._limit(source)
+            if limit > 0 or source.depth.asleep:  # which counts rounds, too
+                chosen = source.depth.choose(context)
+                nothing_to_go_on = wants_pairs(source.drafter) and self.unlearnt is None
+                n = 0 if nothing_to_go_on else min(chosen, limit, most)
+                if n > 0:
+                    return source, chosen, n
+        return None, chosen, 0
+
+    def _limit(self, source: Source) -> int:
+        """How many drafts there is a reason for."""
+        if source.drafter.text(source.caches) is not None and self.unwritten:
+            return 0
+        return source.drafter.limit(source.caches)
+
+    def _rows_left(self, remaining: int | None) -> int:
+        """How many rows may be verified at once. Nothing is committed that may not be emitted, and
+        a block of rows does not straddle the point where mlx-lm starts to quantise the cache."""
+        rows = self.kv_quantization.rows_left(self.caches)
+        return rows if remaining is None else min(rows, remaining)
+
+
+def wants_pairs(drafter: Drafter) -> bool:
+    return drafter.learns or drafter.needs_hidden
 
 
 def speculate(
@@ -334,15 +438,10 @@ def speculate(
         waiting = current.unyielded if current else 0
         return None if max_tokens < 0 else max_tokens - emitted - waiting
 
-    def observe(read: Round) -> None:
-        drafted = len(read.drafts)
-        stats.add_round(drafted, read.accepted)
-        request.depth.observe(drafted, read.accepted, read.context, pace.seconds)
-        stats.depth = request.chosen
-        stats.state, stats.state_reason = request.depth.state, request.depth.why
-
     try:
         with mx.stream(stream):
+            if request.text is not None:
+                request.write(integers(request.pending))
             ahead = request.launch(remaining())
         while True:
             if current is not None:
@@ -360,22 +459,23 @@ def speculate(
             if emitted == max_tokens:
                 break
             assert ahead is not None
-            if ahead.drafts:
+            if ahead.drafts or request.waits():
                 with pace.of_read():
                     ahead.read()
             with mx.stream(stream):
-                if ahead.drafts:
-                    observe(ahead)
+                if ahead.tokens:  # without drafts, the device had to wait: no pace of plain steps
+                    request.observe(ahead, pace.seconds if ahead.drafts else None, stats)
                 request.commit(ahead)
                 current, ahead = ahead, None
                 try:
                     ahead = request.launch(remaining())
                 except Exception as error:  # the tokens at hand come first
                     failure = error
-            if not current.drafts:
+            if not current.tokens:
                 with pace.of_read():
                     current.read()
-                observe(current)
+                request.write(current.tokens)
+                request.observe(current, pace.seconds, stats)
         as_stock = True
     except GeneratorExit:
         as_stock = True

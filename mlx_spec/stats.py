@@ -10,12 +10,12 @@ from mlx_spec.sampling import Law
 Reason = Literal[
     "no-drafter",  # none was given or found
     "num-draft-tokens-0",  # switched off by the caller
-    "unsupported-model",  # no target for this model family
+    "unsupported-model",  # one that is spread over several machines
     "unsupported-cache",  # a cache class that cannot be rolled back
     "input-embeddings",  # the prompt is not (only) tokens
-    "stock-draft-model",  # an ordinary mlx-lm model drafts, in mlx-lm's own loop
     "batch",  # several requests at once: mlx-lm decodes them in a batch
     "parked",  # drafting did not pay when it was last tried
+    "no-match",  # lookup found nothing in the text to go on with
     "too-short",  # generation ended before a draft could be made
 ]
 
@@ -30,7 +30,8 @@ class SpecStats:
     text. `unprimed` counts tokens that the drafter has not seen, `batched` those that were decoded
     in a batch, without drafts. `reason` is set where speculation was not engaged. `sampling` is the
     law by which tokens were drawn (accept.py); `depth` is how many drafts the newest round was to
-    have, `state` and `state_reason` say why (depth.py).
+    have, `state` and `state_reason` say why (depth.py). `by_kind` has drafted and accepted tokens
+    of each kind of drafter.
     """
 
     kind: str | None = None
@@ -47,6 +48,7 @@ class SpecStats:
     batched: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    by_kind: dict[str, tuple[int, int]] = field(default_factory=dict)
     reason: Reason | None = None
     detail: str | None = None
 
@@ -77,6 +79,8 @@ class SpecStats:
             self.reason = "batch"
         elif self.state == "parked":
             self.reason, self.detail = "parked", self.state_reason
+        elif self.kind == "lookup" and self.rounds > 1:
+            self.reason = "no-match"
         else:
             self.reason = "too-short"
 
@@ -93,11 +97,16 @@ class SpecStats:
             for position in range(count):
                 counts[position] += 1
 
+    def add_drafts(self, kind: str, drafted: int, accepted: int) -> None:
+        before = self.by_kind.get(kind, (0, 0))
+        self.by_kind[kind] = (before[0] + drafted, before[1] + accepted)
+
     def copy(self) -> "SpecStats":
         return replace(
             self,
             drafted_by_position=list(self.drafted_by_position),
             accepted_by_position=list(self.accepted_by_position),
+            by_kind=dict(self.by_kind),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,6 +131,10 @@ class SpecStats:
             "tokens_per_round": self.tokens_per_round,
             "drafted_by_position": self.drafted_by_position,
             "accepted_by_position": self.accepted_by_position,
+            "by_kind": {
+                kind: {"draft_n": drafted, "draft_n_accepted": accepted}
+                for kind, (drafted, accepted) in self.by_kind.items()
+            },
         }
 
     def as_text(self) -> str:
@@ -140,7 +153,16 @@ class SpecStats:
             f"{self.accepted} of {self.drafted} drafts accepted ({self.acceptance:.2f})\n"
             f"Accepted by position (share of all offered there): {positions}; "
             f"{self.tokens_per_round:.2f} tokens a round in {self.rounds} rounds"
+            + self._by_kind_text()
             + (f"\n{self.unprimed_text()}" if self.unprimed else "")
+        )
+
+    def _by_kind_text(self) -> str:
+        if len(self.by_kind) < 2:
+            return ""
+        return "\nOf these " + ", ".join(
+            f"{kind}: {accepted} of {drafted} accepted"
+            for kind, (drafted, accepted) in self.by_kind.items()
         )
 
     def depth_text(self) -> str:

@@ -40,6 +40,7 @@ from mlx_spec.bench.result import Result, write_json, write_text
 from mlx_spec.candidates import Candidates
 from mlx_spec.demo import MODELS, demo_model
 from mlx_spec.drafters import Drafter, Pick
+from mlx_spec.drafters.wrapped import Wrapped
 from mlx_spec.load import pairing_of
 from mlx_spec.options import draft_tokens
 
@@ -102,26 +103,19 @@ def blas() -> str:
 # ---- the models ----------------------------------------------------------------------------------
 
 
-class RandomDrafter:
+class RandomDrafter(Wrapped):
     """Proposes tokens at random, at the cost of the drafter that it stands in for."""
 
-    kind = "random"
-
     def __init__(self, inner: Drafter, vocab_size: int, seed: int = 0):
-        self.inner = inner
+        super().__init__(inner)
+        self.kind = "random"
         self.vocab_size = vocab_size
         self.random = Random(seed)
-        self.head = inner.head
-        self.learns = inner.learns
-        self.make_cache = inner.make_cache
-        self.extend = inner.extend
-        self.position = inner.position
-        self.rewind = inner.rewind
 
     def draft(
         self,
         tokens: mx.array,
-        hidden: mx.array,
+        hidden: mx.array | None,
         n: int,
         pick: Pick,
         caches: list[Any],

@@ -18,6 +18,7 @@ from mlx_spec.accept import Acceptance, Greedy
 from mlx_spec.demo import demo_model
 from mlx_spec.depth import Fixed
 from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.wrapped import Wrapped
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.load import load_drafter
 from mlx_spec.round import Request
@@ -116,8 +117,8 @@ def make_request(
         drafter,
         law or Greedy(),
         in_time_order(make_prompt_cache(pair.model)),
-        drafter.make_cache(),
-        Fixed(num_draft_tokens),
+        in_time_order(drafter.make_cache()),
+        [Fixed(num_draft_tokens) for _ in drafter.parts],
         mx.array(prompt, mx.uint32),
         kv_quantization or KVQuantization(),
     )
@@ -125,21 +126,14 @@ def make_request(
     return request
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Wrapped):
     """Learns with a real drafter, but proposes what `script(position, n)` says for the n tokens
     from `position` on; the prompt's first token is at position 0."""
 
-    kind = "scripted"
-
     def __init__(self, inner: Drafter, script):
-        self.inner = inner
-        self.head = inner.head
-        self.learns = inner.learns
+        super().__init__(inner)
+        self.kind = "scripted"
         self.script = script
-        self.make_cache = inner.make_cache
-        self.rewind = inner.rewind
-        self.position = inner.position
-        self.extend = inner.extend
 
     def draft(self, tokens, hidden, n, pick, caches, target_caches):
         self.inner.extend(tokens, hidden, caches)

@@ -33,6 +33,7 @@ class Turns:
     max = 4
     state = "active"
     why = None
+    asleep = False
 
     def __init__(self, depths=PATTERN):
         self.depths = cycle(depths)
@@ -51,11 +52,11 @@ class Turns:
 def turns(monkeypatch):
     made = []
 
-    def depth_for(options, model, drafter):
+    def depths_for(options, model, drafter):
         made.append(Turns())
-        return made[-1]
+        return made[-1:]
 
-    monkeypatch.setattr(import_module("mlx_spec.generate"), "depth_for", depth_for)
+    monkeypatch.setattr(import_module("mlx_spec.generate"), "depths_for", depths_for)
     return made
 
 
@@ -160,7 +161,7 @@ def test_after_an_error_anywhere_the_caches_go_on_as_plain_decoding(
     p = pair(NAME)
     text = plain_text(NAME)
     request = make_request(p, p.prompt, 3)
-    request.depth = Turns()
+    request.depths = [Turns()]
     owner = {"launch": Request, "commit": Request, "read": Round}[method]
     function, calls = getattr(owner, method), iter(range(100))
 
@@ -216,7 +217,7 @@ def test_the_drafter_keeps_up_while_nothing_is_drafted(name):
     drafts as well."""
     p = pair(name)
     parked, alike = make_request(p, p.prompt, 3), make_request(p, p.prompt, 3)
-    parked.depth = Turns([0] * 70 + [3] * 1000)
+    parked.depths = [Turns([0] * 70 + [3] * 1000)]
     stream, forwards = mx.default_stream(mx.default_device()), []
     with pytest.MonkeyPatch.context() as patch:
         extend = p.drafter.extend
@@ -245,7 +246,7 @@ def test_stocks_random_numbers_while_another_generation_is_under_way(others):
     def started(depths):
         law = Stock(sampler, History(None, mx.array(p.prompt, mx.uint32)))
         request = make_request(p, p.prompt, 3, law=law)
-        request.depth = Turns(depths)
+        request.depths = [Turns(depths)]
         return speculate(request, mx.default_stream(mx.default_device()), 30, SpecStats())
 
     mx.random.seed(3)
@@ -271,7 +272,7 @@ def test_fixed_depth_computes_the_same_rows_each_time():
     rows = []
     for _ in range(2):
         request = make_request(p, p.prompt, 2)
-        request.depth = Fixed(2)
+        request.depths = [Fixed(2)]
         stats = SpecStats()
         for _ in speculate(request, mx.default_stream(mx.default_device()), 40, stats):
             pass

@@ -45,6 +45,10 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
+    @property
+    def parts(self):
+        return (self,)
+
     def draft(self, *args):
         self.drafts.append(self.inner.draft(*args))
         return self.drafts[-1]

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 import mlx_spec
 from mlx_spec.accept import Greedy, History, Ratio, Seed, Stock, make_law, plain_sampler
 from mlx_spec.demo import demo_model
+from mlx_spec.drafters import Drafter
 from mlx_spec.errors import BadArguments
 from mlx_spec.randomness import generator_state
 from mlx_spec.sampling import Xtc, read_sampler
@@ -362,7 +363,7 @@ def test_a_request_takes_one_draw_of_the_global_generator(kind):
 # One text
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts with the target itself: it knows the exact distribution."""
 
     kind = "oracle"

@@ -222,7 +222,10 @@ def test_a_kept_cache_is_quantised_after_the_first_forward(turn):
 
 def test_unknown_cache_classes_are_refused_by_name():
     target = pair("gemma4-dense").target
-    check_caches(target, [KVCache(), ArraysCache(2), KVCache().to_quantized(), RotatingKVCache(8)])
+    check_caches(target, [KVCache(), KVCache().to_quantized(), RotatingKVCache(8)])
+    check_caches(pair("qwen3-5").target, [ArraysCache(2)])
+    with pytest.raises(Incompatible, match="recurrent state in an ArraysCache of this family"):
+        check_caches(target, [ArraysCache(2)])
     with pytest.raises(Incompatible, match="ChunkedKVCache cannot be rolled back"):
         check_caches(target, [KVCache(), ChunkedKVCache(8)])
 

@@ -34,7 +34,7 @@ from mlx_spec.bench.result import (
 )
 from mlx_spec.bench.setting import device, drafter_quantization, quantization, versions
 from mlx_spec.drafters import Drafter
-from mlx_spec.errors import BadArguments, Incompatible, NoDrafter
+from mlx_spec.errors import BadArguments, NoDrafter
 from mlx_spec.generate import stream_generate
 from mlx_spec.load import pairing_of
 from mlx_spec.options import DraftTokens
@@ -132,11 +132,6 @@ def drafter_of(model: nn.Module, name: str) -> Drafter:
     pairing = pairing_of(model)
     if pairing.drafter is None:
         raise NoDrafter(f"There is nothing to measure for {name}: {pairing.detail}.")
-    if isinstance(pairing.drafter, nn.Module):
-        raise Incompatible(
-            f"{pairing.path} drafts in mlx-lm's own loop, which this benchmark does not measure; "
-            "give a drafter of mlx-spec as --draft-model."
-        )
     return pairing.drafter
 
 

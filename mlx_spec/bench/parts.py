@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_spec.accept import Acceptance, Draws, Greedy
 from mlx_spec.depth import Fixed
 from mlx_spec.drafters import Drafter, Pick
+from mlx_spec.drafters.wrapped import Wrapped
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.randomness import integers
 from mlx_spec.round import Pairs, Request, speculate
@@ -86,25 +87,18 @@ class TimedLaw:
         return draws
 
 
-class TimedDrafter:
+class TimedDrafter(Wrapped):
     """Waits for the caches of the round before, then for the drafts."""
 
     def __init__(self, inner: Drafter, law: Acceptance, watch: Stopwatch):
+        super().__init__(inner)
         self.watch = watch
-        self.inner = inner
         self.law = law
-        self.kind = inner.kind
-        self.head = inner.head
-        self.learns = inner.learns
-        self.make_cache = inner.make_cache
-        self.extend = inner.extend
-        self.position = inner.position
-        self.rewind = inner.rewind
 
     def draft(
         self,
         tokens: mx.array,
-        hidden: mx.array,
+        hidden: mx.array | None,
         n: int,
         pick: Pick,
         caches: list[Any],
@@ -169,8 +163,8 @@ def prefilled(model: nn.Module, drafter: Drafter, law: Acceptance, prompt: list[
         drafter,
         law,
         in_time_order(make_prompt_cache(model)),
-        drafter.make_cache(),
-        Fixed(0),
+        in_time_order(drafter.make_cache()),
+        [Fixed(0)],
         mx.array(prompt, mx.uint32),
         KVQuantization(),
     )
@@ -184,11 +178,12 @@ def round_times(request: Request, n: int, rounds: int) -> list[float]:
 
     Returns: seconds from the read of a round to that of the next, of the last `rounds`.
     """
-    request.depth = Fixed(n)
+    request.depths = [Fixed(n)]
     if request.drawn is not None:  # by the rounds before
         request.pending = request.drawn.token
-        if n > 0 and request.drawn.hidden is not None:
-            request.unlearnt = Pairs(request.drawn.token, request.drawn.hidden)
+        hidden = request.drawn.hidden
+        if n > 0 and (hidden is not None or not request.drafter.needs_hidden):
+            request.unlearnt = Pairs(request.drawn.token, hidden)
     stats = SpecStats()
     reads: list[float] = []
     with closing(speculate(request, generation_stream, -1, stats)) as tokens:

@@ -34,7 +34,12 @@ def compare_tokenizers(drafter: Path, model: Path) -> Tokenizers:
             return Tokenizers("unknown", f"{path} has no {FILE} to compare")
     if filecmp.cmp(drafter / FILE, model / FILE, shallow=False):
         return Tokenizers("same", "the same tokenizer")
-    own, theirs = _vocabulary(drafter / FILE), _vocabulary(model / FILE)
+    return compare_vocabularies(_vocabulary(drafter / FILE), _vocabulary(model / FILE))
+
+
+def compare_vocabularies(drafter: dict[str, int], model: dict[str, int]) -> Tokenizers:
+    """Compares ids by token."""
+    own, theirs = ({(number, token) for token, number in ids.items()} for ids in (drafter, model))
     if own == theirs:
         return Tokenizers("same", "the same tokens in both tokenizers")
     first = min(number for number, _ in own ^ theirs)
@@ -52,10 +57,9 @@ def load_tokenizer(path: Path) -> Any:
     return utils.load_tokenizer(path, eos_token_ids=ends)
 
 
-def _vocabulary(path: Path) -> set[tuple[int, str]]:
-    """(id, token) of all tokens."""
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Ids of all tokens."""
     try:
-        vocabulary = Tokenizer.from_file(str(path)).get_vocab()
+        return Tokenizer.from_file(str(path)).get_vocab()
     except Exception as error:  # tokenizers raises nothing more special
         raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
-    return {(number, token) for token, number in vocabulary.items()}

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from mlx_spec.candidates import Candidates
-from mlx_spec.drafters import Pick
+from mlx_spec.drafters import Drafter, Pick
 from mlx_spec.drafters.draft_vocab import DraftVocab, size_of
 from mlx_spec.errors import CheckpointError, Incompatible
 from mlx_spec.targets.gemma4 import Gemma4Target, SharedKV
@@ -150,7 +150,7 @@ class Gemma4Assistant(nn.Module):
         return predicate
 
 
-class AssistantDrafter:
+class AssistantDrafter(Drafter):
     """A `Gemma4Assistant` beside its target; see `mlx_spec.drafters.Drafter`.
 
     It has no cache and learns nothing: all it knows of the text are the target's keys and values
@@ -184,18 +184,19 @@ class AssistantDrafter:
     def rewind(self, caches: list[Any], position: None) -> None:
         pass
 
-    def extend(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> None:
+    def extend(self, tokens: mx.array, hidden: mx.array | None, caches: list[Any]) -> None:
         pass
 
     def draft(
         self,
         tokens: mx.array,
-        hidden: mx.array,
+        hidden: mx.array | None,
         n: int,
         pick: Pick,
         caches: list[Any],
         target_caches: list[Any],
     ) -> list[mx.array]:
+        assert hidden is not None
         kv = self.shared_kv(target_caches)
         position = kv.length + self.shift  # P is the number of tokens before the newest
         newest, h = tokens[-1:], hidden[:, -1:]

@@ -23,10 +23,10 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mlx_spec.candidates import Candidates
-from mlx_spec.drafters import Pick
+from mlx_spec.drafters import Drafter, Pick
 from mlx_spec.drafters.draft_vocab import DraftVocab, size_of
 from mlx_spec.errors import Incompatible
-from mlx_spec.targets.target import Target
+from mlx_spec.targets.target import HiddenTarget
 
 
 @dataclass
@@ -104,7 +104,7 @@ class QwenNextN(nn.Module):
         return predicate
 
 
-class NextNDrafter:
+class NextNDrafter(Drafter):
     """A `QwenNextN` head beside its target; see `mlx_spec.drafters.Drafter`.
 
     The caches are one KVCache per layer. Layer k > 0 reads outputs of layer k-1, of which the
@@ -114,7 +114,7 @@ class NextNDrafter:
     kind = "nextn"
     learns = True
 
-    def __init__(self, head: QwenNextN, target: Target):
+    def __init__(self, head: QwenNextN, target: HiddenTarget):
         for name, own, theirs in [
             ("hidden size", head.args.hidden_size, target.hidden_size),
             ("vocabulary", head.args.vocab_size, target.vocab_size),
@@ -149,13 +149,13 @@ class NextNDrafter:
         for cache, arrays in zip(caches[len(offsets) :], waiting, strict=True):
             cache.cache = list(arrays)
 
-    def extend(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> None:
+    def extend(self, tokens: mx.array, hidden: mx.array | None, caches: list[Any]) -> None:
         self._learn(tokens, hidden, caches)
 
     def draft(
         self,
         tokens: mx.array,
-        hidden: mx.array,
+        hidden: mx.array | None,
         n: int,
         pick: Pick,
         caches: list[Any],
@@ -180,8 +180,9 @@ class NextNDrafter:
         self.rewind(caches, learnt)
         return drafts
 
-    def _learn(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
+    def _learn(self, tokens: mx.array, hidden: mx.array | None, caches: list[Any]) -> mx.array:
         """Returns the newest m of layer 0, (1, 1, H): it predicts the next token."""
+        assert hidden is not None
         layers = len(self.head.layers)
         m = self._forward(0, tokens, hidden, caches)
         newest = m[:, -1:]

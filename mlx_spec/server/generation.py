@@ -100,9 +100,7 @@ class SpecModelProvider(ModelProvider):
                 self.model.mlx_spec_source = local_path(model_path)
             return pair_loaded(self.model)
         where = partial(local_path, model_path)
-        pairing = self.model.mlx_spec = pair(self.model, self.tokenizer, where, draft_model)
-        if pairing.drafter is not None and not hasattr(pairing.drafter, "kind"):
-            self.draft_model, self.is_batchable = pairing.drafter, False  # as mlx_lm.server does
+        self.model.mlx_spec = pair(self.model, self.tokenizer, where, draft_model)
         return None
 
 

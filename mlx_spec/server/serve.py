@@ -19,7 +19,7 @@ from mlx_lm.server import get_system_fingerprint
 from mlx_lm.server import main as stock_main
 
 from mlx_spec.errors import BadArguments, SpecError, one_line, reported_as
-from mlx_spec.generate import STOCK_NUM_DRAFT_TOKENS, bound
+from mlx_spec.generate import bound
 from mlx_spec.options import HELP, SpecOptions, add_spec_options, draft_tokens
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
 from mlx_spec.server.handler import App, Server
@@ -44,9 +44,9 @@ def serve(arguments: list[str]) -> NoReturn:
         def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
             args = super().parse_args(arguments)
             args.spec_options = SpecOptions(
-                args.num_draft_tokens, args.max_draft_tokens, args.sampling
+                args.num_draft_tokens, args.max_draft_tokens, args.sampling, args.draft_kind
             )
-            args.num_draft_tokens = STOCK_NUM_DRAFT_TOKENS  # for an ordinary draft model
+            args.num_draft_tokens = 0  # mlx_lm.server takes numbers only, and passes it on to us
             return args
 
     def run(host: str, port: int, provider: SpecModelProvider) -> None:
@@ -101,8 +101,9 @@ class ServeParser(argparse.ArgumentParser):
             }
         if "--draft-model" in names:
             options["help"] = (
-                "A drafter: a directory or ORG/REPO; 'none': no drafts. Default: look for one in "
-                "the model's directory and beside it."
+                "A drafter, or a smaller model with the same tokenizer: a directory or ORG/REPO; "
+                "'none': no drafts. Default: look for one in the model's directory and beside it, "
+                "or else look up what to draft in the text."
             )
         if "--num-draft-tokens" in names:
             options |= {

@@ -132,7 +132,9 @@ class Status:
     @property
     def drafter(self) -> str | None:
         pairing = self._pairing()
-        return str(pairing.path) if pairing is not None and pairing.drafter is not None else None
+        if pairing is None or pairing.drafter is None:
+            return None
+        return str(pairing.path) if pairing.path is not None else pairing.drafter.kind
 
     def _pairing(self) -> Pairing | None:
         provider = self.responses.model_provider

@@ -29,7 +29,7 @@ class SharedKV:
 
 
 class Gemma4Target:
-    """See `mlx_spec.targets.Target`."""
+    """See `mlx_spec.targets.target.HiddenTarget`."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -38,6 +38,7 @@ class Gemma4Target:
         self.hidden_size = args.hidden_size
         self.vocab_size = args.vocab_size
         self.window = args.sliding_window
+        self.recurrent = False
         # Functions of the model's parts, not of the model: a drafter that is kept with its
         # model holds these.
         embedding, scale = self.text.model.embed_tokens, self.text.model.embed_scale

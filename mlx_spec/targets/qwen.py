@@ -24,7 +24,7 @@ _recording = threading.Lock()
 
 
 class QwenTarget:
-    """See `mlx_spec.targets.Target`."""
+    """See `mlx_spec.targets.target.HiddenTarget`."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -34,6 +34,7 @@ class QwenTarget:
         self.hidden_size = self.text.args.hidden_size
         self.vocab_size = self.text.args.vocab_size
         self.window: int | None = None
+        self.recurrent = True
         # Of the model's parts, not of the model: a drafter that is kept with its model holds these.
         embedding = self.text.model.embed_tokens
         tied = self.text.args.tie_word_embeddings

@@ -12,19 +12,31 @@ Replay = Callable[[int], mx.array]
 
 
 class Target(Protocol):
-    """An mlx-lm model, seen by the loop and by the drafters."""
+    """An mlx-lm model, seen by the loop."""
 
     model: nn.Module
-    hidden_size: int
-    vocab_size: int
     window: int | None  # of sliding attention, in tokens
+    recurrent: bool  # whether `recording` records what each ArraysCache of the model holds
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array | None, mx.array]:
+        """One forward: tokens (1, T) -> hidden states (1, T, H), None from a target that gives
+        none, and logits (1, T, V), all lazy."""
+
+    def recording(self) -> AbstractContextManager[list[Replay]]:
+        """Within it, forwards append one Replay per recurrent layer, in order of layers."""
+
+
+class HiddenTarget(Target, Protocol):
+    """A target that gives what a drafter made for it computes with: the hidden states are those
+    after the final norm."""
+
+    hidden_size: int
     embed: Callable[[mx.array], mx.array]  # what the first layer gets: (1, T) -> (1, T, H)
     lm_head: Callable[[mx.array], mx.array]  # from hidden to logits: (1, T, H) -> (1, T, V)
     output_matrix: nn.Module  # of lm_head, a row for each token; the embedding if they are tied
 
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """One forward: tokens (1, T) -> hidden states after the final norm (1, T, H) and
-        logits (1, T, V), both lazy."""
-
-    def recording(self) -> AbstractContextManager[list[Replay]]:
-        """Within it, forwards append one Replay per recurrent layer, in order of layers."""
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]: ...
