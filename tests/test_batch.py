@@ -605,7 +605,6 @@ def test_without_drafts_mlx_lm_decodes_and_the_reason_is_told():
     ]
     for reason, drafter, depth, more in [
         ("num-draft-tokens-0", p.drafter, 0, {}),
-        ("stock-draft-model", p.model, 3, {}),
         ("unsupported-cache", p.drafter, 3, {"caches": ring}),
     ]:
         ours = spec_answers(p, {0: insert(p.prompt, 12, **more)}, drafter, depth)

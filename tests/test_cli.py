@@ -42,7 +42,8 @@ def test_generate_has_every_option_of_mlx_lm():
     ours = {a.dest: a for a in generation_parser()._actions}
     theirs = {a.dest: a for a in stock.setup_arg_parser()._actions}
     assert set(theirs) <= set(ours)
-    assert set(ours) - set(theirs) == {"max_draft_tokens", "require_spec", "sampling", "stats"}
+    own = {"draft_kind", "max_draft_tokens", "require_spec", "sampling", "stats"}
+    assert set(ours) - set(theirs) == own
     for name, action in theirs.items():
         assert ours[name].option_strings == action.option_strings
         if name not in ("draft_model", "num_draft_tokens"):
@@ -104,10 +105,11 @@ def test_generate_without_a_model_uses_the_demo():
 
 def test_generate_says_why_nothing_was_drafted(model_dir):
     strip_head(model_dir)
-    result = run("generate", "--model", model_dir, "--max-tokens", 3, "--stats", "json")
+    result = run("generate", "--model", model_dir, "-p", "x", "-m", 3, "--stats", "json")
     assert result.exit_code == 0
     stats = json.loads(result.stderr.splitlines()[-1])
-    assert (stats["engaged"], stats["reason"]) == (False, "no-drafter")
+    assert (stats["engaged"], stats["reason"]) == (False, "no-match")
+    assert stats["detail"].startswith("no mtp.* weights")
     assert stats["acceptance"] is None
 
 
@@ -504,18 +506,10 @@ def test_inspect_a_drafter_alone_and_beside_its_model(model_dir, tmp_path):
     assert (exit_code, facts["drafter"]["path"]) == (0, str(tmp_path / "Tiny-Model-MTP"))
 
 
-def test_inspect_an_unsupported_family(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
-             "intermediate_size": 8, "num_attention_heads": 1, "rms_norm_eps": 1e-6,
-             "vocab_size": 16}
-        )
-    )  # fmt: skip
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"x": mx.zeros(1)})
-    exit_code, facts = inspect_json(tmp_path)
-    assert (exit_code, facts["verdict"]) == (4, "incompatible")
-    assert "llama" in facts["why"]
+def test_inspect_a_family_without_drafters():
+    exit_code, facts = inspect_json(checkpoint_path("llama-target-trained"))
+    assert (exit_code, facts["verdict"]) == (2, "no-drafter")
+    assert facts["why"] == "there are no drafters for llama models"
 
 
 # demo

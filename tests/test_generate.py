@@ -163,22 +163,6 @@ def test_a_model_that_was_not_loaded_here_says_so():
     assert "not loaded by mlx_spec.load" in last.spec.detail
 
 
-def test_an_ordinary_draft_model_is_left_to_mlx_lm(monkeypatch):
-    p = pair(P)
-    called = {}
-
-    def step(prompt, model, draft_model, stream, **options):
-        called.update(draft_model=draft_model, **options)
-        yield from ((t, mx.zeros(4), False) for t in (5, 6))
-
-    module = importlib.import_module("mlx_spec.generate")
-    monkeypatch.setattr(module, "stock_speculative_generate_step", step)
-    last = stream(p, max_tokens=2, draft_model=p.model, num_draft_tokens=4)[-1]
-    assert called["draft_model"] is p.model
-    assert called["num_draft_tokens"] == 4
-    assert last.spec.reason == "stock-draft-model"
-
-
 @pytest.mark.parametrize("bad", [-1, 1.5, "3", True, "automatic"])
 def test_a_depth_that_is_none_is_refused(bad):
     p = pair(P)

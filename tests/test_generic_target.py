@@ -8,6 +8,7 @@ from mlx.nn.layers.distributed import AllToShardedLinear
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from tiny_models import DECODED, LLAMA, VOCAB, WINDOWED, prompt_of, tiny
 
 import mlx_spec
 from mlx_spec.drafters.lookup import Lookup
@@ -17,7 +18,6 @@ from mlx_spec.sliding_window import in_time_order
 from mlx_spec.targets import target_for
 from mlx_spec.targets.generic import GenericTarget
 from models import assert_same_caches, dump, pair
-from tiny_models import DECODED, LLAMA, VOCAB, WINDOWED, prompt_of, tiny
 
 RING = 1e-4  # past the window, one token of stock sums its rows in another order
 

@@ -6,15 +6,15 @@ import itertools
 from functools import cache
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from tiny_models import DECODED, LLAMA, WINDOWED, prompt_of, tiny
 
 import mlx_spec
-from mlx_spec.accept import Greedy, History, Ratio, make_law
+from mlx_spec.accept import Greedy, Ratio, make_law
 from mlx_spec.candidates import Certain
 from mlx_spec.drafters.combined import Combined
 from mlx_spec.drafters.lookup import LONG, Lookup
@@ -23,13 +23,11 @@ from mlx_spec.errors import NotEngaged
 from mlx_spec.generate import choose_drafter
 from mlx_spec.load import lookup_of
 from mlx_spec.options import SpecOptions
-from mlx_spec.round import Request, Round, speculate
 from mlx_spec.rollback import tokens_in
-from mlx_spec.sampling import read_sampler
+from mlx_spec.round import Request, Round, speculate
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
 from models import assert_same_caches, make_request, pair
-from tiny_models import DECODED, LLAMA, WINDOWED, prompt_of, tiny
 
 QWEN = "qwen3-5-trained"
 GEMMA = "gemma4-e2b-trained"

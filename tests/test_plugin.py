@@ -168,7 +168,7 @@ def test_without_a_drafter_stock_runs_and_the_reason_is_told(reports, tmp_path):
     for _ in mlx_lm.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=10):
         pass
     (stats,) = reports
-    assert (stats.drafted, stats.reason) == (0, "no-drafter")
+    assert (stats.drafted, stats.reason) == (0, "no-match")
     assert stats.detail.startswith("no *-assistant* drafter beside it")
 
 
