@@ -283,7 +283,7 @@ def test_wrong_proposals_are_parked_and_right_ones_are_not(shift, drafted, monke
     for _ in stream(name, prompt, "auto", lookup, stats=stats, max_tokens=tokens):
         clock.tick()
     assert stats.drafted in drafted
-    assert (stats.state == "active") == (shift == 0)
+    assert (stats.state == "parked") == (shift == 1)
 
 
 class Knowing(Lookup):
