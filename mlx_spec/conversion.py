@@ -109,7 +109,7 @@ def convert(
     """Writes the drafter directory of the drafter in `source`.
 
     Args:
-        source: a Qwen model with a NextN head, a Gemma-4 assistant, or a drafter, as a directory or
+        source: a model with a NextN head, a Gemma-4 assistant, or a drafter, as a directory or
             ORG/REPO[@REVISION] of the Hugging Face hub, of which only the drafter is fetched; or a
             .safetensors or .gguf file that holds a NextN head.
         out: directory to write; an existing one is replaced if it is a drafter directory.

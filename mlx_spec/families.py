@@ -11,14 +11,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec import mistakes
-from mlx_spec.convert import gemma4_assistant, qwen_nextn
+from mlx_spec.convert import deepseek_nextn, gemma4_assistant, qwen_nextn
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
+from mlx_spec.drafters.deepseek_nextn import DeepSeekNextNDrafter
 from mlx_spec.drafters.gemma4_assistant import AssistantDrafter
-from mlx_spec.drafters.qwen_nextn import NextNDrafter
+from mlx_spec.drafters.nextn import NextNDrafter
 from mlx_spec.errors import Incompatible
 from mlx_spec.mistakes import Mistake
 from mlx_spec.targets import gemma4
+from mlx_spec.targets.deepseek import DeepSeekTarget
 from mlx_spec.targets.qwen import QwenTarget
 from mlx_spec.targets.target import HiddenTarget, Target
 
@@ -92,7 +94,23 @@ GEMMA4_ASSISTANT = Family(
     misfits=gemma4_assistant.misfits,
     mistakes=mistakes.GEMMA4_ASSISTANT,
 )
-FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT)
+DEEPSEEK_NEXTN = Family(
+    drafter=DeepSeekNextNDrafter,
+    drafter_types=deepseek_nextn.DRAFTER_TYPES,
+    source_types=deepseek_nextn.MODEL_TYPES,
+    target=DeepSeekTarget,
+    target_types=deepseek_nextn.TARGET_TYPES,
+    norms_minus_one=False,
+    siblings="*-[Mm][Tt][Pp]*",
+    none_found="no layer for drafts after the model's own and no *-MTP* drafter beside it",
+    has_head=deepseek_nextn.has_head,
+    read_head=deepseek_nextn.read_head,
+    build=deepseek_nextn.build,
+    layers=lambda module: module.layers,
+    misfits=deepseek_nextn.misfits,
+    mistakes=mistakes.DEEPSEEK_NEXTN,
+)
+FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT, DEEPSEEK_NEXTN)
 
 
 def family_of_drafter(config: dict[str, Any]) -> Family | None:

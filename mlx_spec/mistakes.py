@@ -61,13 +61,18 @@ class _Changed(nn.Module):
 
 @contextmanager
 def changed_input(matrix: str, change: Change, drafter: Any, target: Any) -> Iterator[None]:
-    """What comes into one matrix of the head, [embedding ; hidden state], is changed."""
-    head, inner = drafter.head, getattr(drafter.head, matrix)
-    setattr(head, matrix, _Changed(inner, lambda x: change(x, target)))
+    """What comes into one matrix of the head, or of each of its layers (`layers.matrix`), is
+    changed: [embedding ; hidden state]."""
+    name = matrix.removeprefix("layers.")
+    owners = drafter.head.layers if name != matrix else [drafter.head]
+    inner = [getattr(owner, name) for owner in owners]
+    for owner, own in zip(owners, inner, strict=True):
+        setattr(owner, name, _Changed(own, lambda x: change(x, target)))
     try:
         yield
     finally:
-        setattr(head, matrix, inner)
+        for owner, own in zip(owners, inner, strict=True):
+            setattr(owner, name, own)
 
 
 def swapped(x: mx.array, target: Any) -> mx.array:
@@ -117,6 +122,11 @@ NORMS = (
     Mistake("norms", "its norms lack the one that is to be added", partial(shifted_norms, 1.0)),
     Mistake("norms", "its norms have one too much", partial(shifted_norms, -1.0)),
 )
+BEFORE_FINAL_NORM = Mistake(
+    "hidden variant",
+    "it takes the model's hidden states before the final norm",
+    before_final_norm,
+)
 QWEN_NEXTN = (
     *NORMS,
     Mistake(
@@ -124,11 +134,16 @@ QWEN_NEXTN = (
         "its fc takes the hidden state first and the embedding second",
         partial(changed_input, "fc", swapped),
     ),
+    BEFORE_FINAL_NORM,
+)
+DEEPSEEK_NEXTN = (
+    *NORMS,
     Mistake(
-        "hidden variant",
-        "it takes the model's hidden states before the final norm",
-        before_final_norm,
+        "concat order",
+        "its eh_proj takes the embedding and the hidden state in the other order",
+        partial(changed_input, "layers.eh_proj", swapped),
     ),
+    BEFORE_FINAL_NORM,
 )
 GEMMA4_ASSISTANT = (
     *NORMS,

@@ -33,6 +33,8 @@ GEMMA_DEMO = "gemma4-demo"
 DEMOS = {DEMO: "qwen3.5", GEMMA_DEMO: "gemma4"}
 GEMMA_RANDOM = ["gemma4-dense", "gemma4-e2b", "gemma4-moe"]
 GEMMA_TRAINED = ["gemma4-dense-trained", "gemma4-e2b-trained"]
+DEEPSEEK = "deepseek-v3-trained"
+DEEPSEEK_RANDOM = ["deepseek-v3-fp8", "glm4-moe", "mimo"]
 WINDOW = 8  # of the Gemma checkpoints, in tokens
 
 
@@ -87,13 +89,16 @@ def pair(name: str, window: int | None = None) -> Pair:
     if window is not None:
         text = json.loads((path / "config.json").read_text())["text_config"]
         changes = {"text_config": text | {"sliding_window": window}}
-    model, _ = load_model(path, model_config=changes)
+    # mlx-lm takes DeepSeek's head out of models of 61 layers only
+    model, _ = load_model(path, strict="deepseek" not in name, model_config=changes)
     model.set_dtype(mx.float32)
     tokenizer = load_tokenizer(path)
     if name in DEMOS:
         prompt = tokenizer.encode(
             "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n"
         )
+    elif name == "mimo":
+        prompt = dump("mimo_target")["input_ids"].reshape(-1).tolist()
     else:
         prompt = dump(f"{name}_generate")["prompt"].reshape(-1).tolist()
     tokenizer.eos_token_ids = []
@@ -142,6 +147,24 @@ class ScriptedDrafter(Wrapped):
         proposals = self.script(next_position, n)
         assert len(proposals) == n
         return [mx.array([token], mx.uint32) for token in proposals]
+
+
+def recomputed_drafts(drafter: Any, tokens: mx.array, hidden: mx.array, n: int) -> list[int]:
+    """What a NextN head drafts by DeepSeek-V3's rule, without any cache: layer k pairs layer k-1's
+    output of row t with the token at t+1+k; layers repeat from the first one when there are more
+    drafts than layers."""
+    drafts: list[int] = []
+    known = tokens.tolist()
+    for step in range(n):
+        if step < len(drafter.head.layers):
+            m = hidden
+            for k in range(step + 1):
+                ids = mx.array((known + drafts)[k : k + m.shape[1]])
+                cache = drafter.make_cache()[0]
+                m = drafter.head(drafter.embed(ids[None]), m, k, cache)
+        logits = drafter.lm_head(m[:, -1])
+        drafts.append(mx.argmax(logits[0]).item())
+    return drafts
 
 
 def right(text: list[int]):

@@ -294,7 +294,7 @@ def test_an_unknown_option_is_a_usage_error():
 
 def test_convert_help():
     text = " ".join(run("convert", "--help").stdout.split())
-    assert "from a Qwen model with a NextN head or a Gemma-4 assistant" in text
+    assert "from a model with a NextN head or a Gemma-4 assistant" in text
     options = ("--from SOURCE", "--to OUT", "--target, --model MODEL", "--quantize", "--q-bits")
     for option in (*options, "--with-target OUT", "--target-q-bits", "--allow-mismatch"):
         assert option in text

@@ -10,6 +10,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_spec
 from models import (
+    DEEPSEEK,
+    DEEPSEEK_RANDOM,
     DEMO,
     GEMMA_DEMO,
     RANDOM,
@@ -191,6 +193,37 @@ def test_gemma_with_a_mixture_of_experts(sampling):
     )
     assert_identical(got, expected, RING)
     assert got[-1].spec.drafted > got[-1].spec.accepted > GEMMA_TOKENS // 5
+
+
+ROWS = 1e-4  # latent attention computes one row in another way than several
+
+
+@pytest.mark.parametrize(
+    ("sampling", "depth"), [("greedy", 3), ("top-p", 2), ("frequency", 5), ("opaque", 1)]
+)
+def test_a_trained_head_of_deepseek(sampling, depth):
+    p = pair(DEEPSEEK)
+    expected, state = stock(DEEPSEEK, sampling, FEWER_TOKENS)
+    more = {"draft_model": p.drafter, "num_draft_tokens": depth}
+    got = run(mlx_spec.stream_generate, p, sampling, FEWER_TOKENS, **more)
+    assert_identical(got, expected, ROWS)
+    assert mx.random.state[0].tolist() == state
+    stats = got[-1].spec
+    assert stats.drafted > stats.accepted > 0
+    assert stats.rounds + stats.accepted == FEWER_TOKENS
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "repetition"])
+@pytest.mark.parametrize("name", DEEPSEEK_RANDOM)
+def test_random_heads_in_the_layout_of_deepseek(name, sampling):
+    p = pair(name)
+    expected, _ = stock(name, sampling, FEWER_TOKENS)
+    text = p.prompt + [r.token for r in expected]
+    drafter = ScriptedDrafter(p.drafter, often_right(text, p.target.vocab_size))
+    more = {"draft_model": drafter, "num_draft_tokens": 3}
+    got = run(mlx_spec.stream_generate, p, sampling, FEWER_TOKENS, **more)
+    assert_identical(got, expected, ROWS)
+    assert got[-1].spec.drafted > got[-1].spec.accepted > FEWER_TOKENS // 5
 
 
 @pytest.mark.parametrize("name", RANDOM)

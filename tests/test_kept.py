@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
 
 import mlx_spec
 from models import (
+    DEEPSEEK,
     DEMO,
     GEMMA_DEMO,
     GEMMA_TRAINED,
@@ -126,7 +127,7 @@ def assert_as_fresh(name, caches, history, prompt, max_tokens=12):
 # Turn after turn
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *GEMMA_TRAINED, DEMO, GEMMA_DEMO])
+@pytest.mark.parametrize("name", [*TRAINED, *GEMMA_TRAINED, DEEPSEEK, DEMO, GEMMA_DEMO])
 def test_three_turns(name):
     """The last one goes on with the model's own next token, which is all of its prompt."""
     caches, history = kept_cache(name)

@@ -9,10 +9,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.qwen_nextn import read_head
-from mlx_spec.drafters.qwen_nextn import ModelArgs, NextNDrafter, QwenNextN
+from mlx_spec.drafters.nextn import NextNDrafter
+from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
 from mlx_spec.errors import Incompatible
 from mlx_spec.load import build_head
-from models import DEMO, RANDOM, TRAINED, dump, pair
+from models import DEMO, RANDOM, TRAINED, dump, pair, recomputed_drafts
 
 TOLERANCE = 1e-4
 
@@ -89,23 +90,6 @@ def two_layer_drafter() -> NextNDrafter:
     head = QwenNextN(ModelArgs.from_config(config, weights))
     head.update(tree_unflatten(list(weights.items())))
     return NextNDrafter(head, p.target)
-
-
-def recomputed_drafts(drafter, tokens, hidden, n):
-    """DeepSeek-V3's rule without any cache: layer k pairs layer k-1's output of row t with the
-    token at t+1+k; layers repeat from the first one when there are more drafts than layers."""
-    drafts = []
-    known = tokens.tolist()
-    for step in range(n):
-        if step < len(drafter.head.layers):
-            m = hidden
-            for k in range(step + 1):
-                ids = mx.array((known + drafts)[k : k + m.shape[1]])
-                cache = drafter.make_cache()[0]
-                m = drafter.head(drafter.embed(ids[None]), m, k, cache)
-        logits = drafter.lm_head(m[:, -1])
-        drafts.append(mx.argmax(logits[0]).item())
-    return drafts
 
 
 @pytest.mark.parametrize("chunks", [[9], [1] * 9, [4, 5], [8, 1]])

@@ -12,7 +12,7 @@ from mlx_spec.bench.result import Row
 from mlx_spec.drafters import Drafter
 from mlx_spec.drafters.draft_vocab import rows_of
 from mlx_spec.drafters.gemma4_assistant import AssistantDrafter
-from mlx_spec.drafters.qwen_nextn import NextNDrafter
+from mlx_spec.drafters.nextn import NextNDrafter
 
 SIZE = 32768  # tokens
 WORTH = 0.03  # what is less of the speed is not mentioned

@@ -163,10 +163,11 @@ def savings(head: Head, model: Checkpoint) -> Savings:
     matrix = [key for key in own if key.startswith(("lm_head.", "model.embed_tokens."))]
     matrix_bytes = sum(own[key] for key in matrix) if matrix else _bytes_in(model)
     text = head.config["text_config"]
+    experts = text.get("num_experts") or text.get("n_routed_experts")
     head_bytes = 0.0
     for key, size in own.items():
         if ".switch_mlp." in key:
-            head_bytes += size * text["num_experts_per_tok"] / text["num_experts"]
+            head_bytes += size * text["num_experts_per_tok"] / experts
         elif key not in matrix and not key.startswith("embed_tokens."):
             head_bytes += size
     return Savings(

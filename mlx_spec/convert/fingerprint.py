@@ -21,7 +21,8 @@ from mlx_spec.convert.norms import norm_convention
 from mlx_spec.errors import CheckpointError
 
 NORM = re.compile(
-    r"^((model|language_model)\.)+(?P<norm>layers\.\d+\.input_layernorm|norm)\.weight$"
+    r"^((model|language_model)\.)+"
+    r"(?P<norm>layers\.(?P<layer>\d+)\.input_layernorm|norm)\.weight$"
 )
 VALUES = 32  # kept of each norm, to say how far another one is from it
 # Mean relative difference of values that were rounded twice: some are off by a step of bfloat16.
@@ -116,7 +117,8 @@ def fingerprint_of(checkpoint: Checkpoint, minus_one: bool) -> Fingerprint | Non
 
 def norms_of(checkpoint: Checkpoint) -> dict[str, str]:
     """Tensors that `fingerprint_of` reads, by the norm's name; empty if they are not all there."""
-    chosen = _choose(checkpoint.names)
+    text = checkpoint.section("text_config") or checkpoint.config
+    chosen = _choose(checkpoint.names, text.get("num_hidden_layers"))
     try:
         for name in chosen.values():
             checkpoint.tensor(name)
@@ -182,9 +184,15 @@ def compare(own: Fingerprint, theirs: Fingerprint) -> Relation:
     return Relation("fine-tune" if distance <= UNRELATED * spread else "another", difference)
 
 
-def _choose(names: Iterable[str]) -> dict[str, str]:
-    """The norms of a fingerprint, each with its full name."""
-    found = {match["norm"]: name for name in names if (match := NORM.match(name))}
+def _choose(names: Iterable[str], number: Any = None) -> dict[str, str]:
+    """The norms of a fingerprint, each with its full name. Layers from `number` on are a head's, as
+    far as it is known."""
+    found = {
+        match["norm"]: name
+        for name in names
+        if (match := NORM.match(name))
+        and not (isinstance(number, int) and int(match["layer"] or 0) >= max(number, 1))
+    }
     layers = sum(norm.startswith("layers.") for norm in found)
     wanted = [f"layers.{i}.input_layernorm" for i in sorted({0, layers // 2, layers - 1})]
     if not layers or any(norm not in found for norm in [*wanted, "norm"]):

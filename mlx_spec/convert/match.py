@@ -36,6 +36,7 @@ class Recipe:
         dtype: of the sources, as safetensors spells it.
         stack: put the sources along a new first axis.
         half: of a fused `gate_up_proj`, 0 for the gate's rows and 1 for the others.
+        change: what is done with the one source in the end.
     """
 
     sources: tuple[str, ...]
@@ -43,12 +44,14 @@ class Recipe:
     dtype: str
     stack: bool = False
     half: int | None = None
+    change: Callable[[mx.array], mx.array] | None = None
 
     def make(self, read: Callable[[str, int | None], mx.array]) -> mx.array:
         """Args: read: gives the values of a source, or of one half of its rows."""
         if self.stack:
             return mx.stack([read(name, None) for name in self.sources])  # (E, out, in)
-        return read(self.sources[0], self.half)  # (E, 2M, H) -> (E, M, H) for a half
+        value = read(self.sources[0], self.half)  # (E, 2M, H) -> (E, M, H) for a half
+        return value if self.change is None else self.change(value)
 
 
 Recipes = dict[str, Recipe]

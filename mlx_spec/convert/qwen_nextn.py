@@ -1,24 +1,26 @@
 """Reads Qwen's NextN ("MTP") heads: finds them, compares them with `QwenNextN`, folds the norms."""
 
+import re
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.convert import draft_vocab, fp8, match
+from mlx_spec.convert import draft_vocab, fp8, match, nextn
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.head import Head, Provenance, check_format_version
-from mlx_spec.convert.match import Recipe, Recipes, Shapes
+from mlx_spec.convert.experts import by_parameter, plan
+from mlx_spec.convert.head import Head, check_format_version
+from mlx_spec.convert.match import Recipes
 from mlx_spec.convert.norms import norm_convention
-from mlx_spec.convert.qwen_names import PREFIX, expert_number, plan, prefix_of
-from mlx_spec.convert.weights import Parameter, Shared, Weights, cast
 from mlx_spec.drafters.qwen_nextn import ModelArgs, QwenNextN
-from mlx_spec.errors import CheckpointError, NoDrafter
+from mlx_spec.errors import NoDrafter
 
 DRAFTER_TYPE = "qwen3_5_mtp"
 TARGET_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 MODEL_TYPES = (*TARGET_TYPES, DRAFTER_TYPE)
+
+PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?mtp\.")
+RENAMED = {"shared_head.head.weight": "lm_head.weight"}
 
 # Hugging Face stores these minus one: x / rms(x) * (1 + w).
 NORMS = {
@@ -49,13 +51,6 @@ REQUIRED_MOE = [
 ]
 # Beyond these, building the module to see its shapes would take all time and memory.
 MAXIMA = {"mtp_num_hidden_layers": 64, "num_experts": 10_000}
-FLOATS = match.FLOATS | {"F8_E4M3": mx.bfloat16}  # once it is decoded
-
-# What is missing if tensors are, and why they may be.
-STRIPPED = (
-    "NextN head",
-    "the head was stripped from this repository or packed; convert from the original repository",
-)
 
 # What the configuration of a head has in common with that of its model.
 SHAPE = (
@@ -92,62 +87,17 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     """
     names = _find(checkpoint)
     scales = fp8.pair_scales(checkpoint, names)
-    made = plan(checkpoint, [name for name in names if name not in scales.values()])
+    unscaled = [name for name in names if name not in scales.values()]
+    made = plan(checkpoint, by_parameter(checkpoint, unscaled, _parameter))
     config, recipes = _match(checkpoint, made)
-    used = {name for recipe in recipes.values() for name in recipe.sources}
-    used |= {scales[name] for name in used if name in scales}
-    files = sorted({checkpoint.tensor(name).file for name in used})
-    convention, evidence = norm_convention(checkpoint, files)
-    checkpoint.prepare(sorted(used))
+    origin = nextn.provenance(checkpoint, names, recipes, scales)
+    convention, evidence = norm_convention(checkpoint, origin.files)
+    checkpoint.prepare(origin.used)
     folded = {key for key in recipes if _is_norm(key) and convention == "minus_one"}
-    weights = _weights(checkpoint, recipes, scales, folded, dtype)
-    origin = Provenance(
-        source=str(checkpoint.path),
-        revision=checkpoint.revision,
-        directory=checkpoint.directory,
-        files=tuple(files),
-        used=tuple(sorted(used)),
-        unused=tuple(sorted(set(names) - used)),
-    )
+    weights = nextn.weights_of(checkpoint, recipes, scales, dtype, folded=folded)
     config["mlx_spec"] |= {"norm_convention": "folded", "norm_evidence": evidence}
     vocab_size = config["text_config"]["vocab_size"]
     return Head(config, draft_vocab.checked(weights, checkpoint, vocab_size), origin)
-
-
-def _weights(
-    checkpoint: Checkpoint,
-    recipes: Recipes,
-    scales: dict[str, str],
-    folded: set[str],
-    dtype: mx.Dtype | None,
-) -> Weights:
-    """Args: scales: of fp8 weights; folded: parameters that one is to be added to."""
-    sources = [name for recipe in recipes.values() for name in recipe.sources]
-    stored = Shared(
-        checkpoint.read_stored, sources + [scales[name] for name in sources if name in scales]
-    )
-
-    def make(key: str, recipe: Recipe, to: mx.Dtype) -> mx.array:
-        def finish(name: str, value: mx.array) -> mx.array:
-            if key in folded:
-                value = value.astype(mx.float32) + 1.0
-            return cast(value, to, f"{name} in {checkpoint.path}")
-
-        def read(name: str, half: int | None) -> mx.array:
-            value = stored(name)
-            rows = match.rows_of(value.shape, half)
-            if name in scales:
-                block, scale = fp8.block_size(checkpoint), stored(scales[name])
-                return fp8.dequantise(value, scale, block, rows, to, partial(finish, name))
-            return finish(name, value if half is None else value[..., rows, :])
-
-        return recipe.make(read)
-
-    parameters = {}
-    for key, recipe in recipes.items():
-        to = match.INTEGERS.get(recipe.dtype) or dtype or FLOATS[recipe.dtype]
-        parameters[key] = Parameter(recipe.shape, to, partial(make, key, recipe, to))
-    return Weights(parameters)
 
 
 def build(config: dict[str, Any], weights: Iterable[str]) -> QwenNextN:
@@ -168,6 +118,16 @@ def misfits(drafter: Checkpoint, model: Checkpoint) -> list[str]:
 def _is_norm(key: str) -> bool:
     *_, module, parameter = key.split(".")
     return module in NORMS and parameter == "weight"
+
+
+def _parameter(name: str) -> str:
+    inner = PREFIX.sub("", name)
+    return RENAMED.get(inner, inner)
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """What stands before the head's own names; nothing in a drafter directory."""
+    return next((found[0] for name in checkpoint.names if (found := PREFIX.match(name))), "")
 
 
 def _head_names(checkpoint: Checkpoint) -> list[str]:
@@ -211,33 +171,15 @@ def _match(checkpoint: Checkpoint, made: Recipes) -> tuple[dict[str, Any], Recip
     needed = match.shapes(module)
     if config["text_config"].get("mtp_use_dedicated_embeddings"):
         needed.setdefault("embed_tokens.weight", (module.args.vocab_size, module.args.hidden_size))
-    unused = sorted(name for key in made.keys() - needed for name in made[key].sources)
-    match.check_missing(checkpoint, _missing(checkpoint, made, needed), unused, *STRIPPED)
-    match.check_shapes(checkpoint, made, needed)
-    integers = {key: needed[key] for key in needed if key in draft_vocab.NAMES}
-    match.check_dtypes(checkpoint, made, integers, draft_vocab.INTEGERS)
-    floats = {key: needed[key] for key in needed if key not in integers}
-    match.check_dtypes(checkpoint, made, floats, FLOATS)
+    prefix = _prefix(checkpoint)
+    nextn.check(checkpoint, made, needed, lambda key: prefix + key)
     return config, {key: made[key] for key in sorted(needed)}
 
 
 def _drafter_config(checkpoint: Checkpoint, made: Iterable[str]) -> dict[str, Any]:
     text = _text_config(checkpoint)
     required = REQUIRED + (REQUIRED_MOE if _is_moe(made) else REQUIRED_DENSE)
-    missing = [field for field in required if text.get(field) is None]
-    if (text.get("rope_parameters") or text).get("rope_theta") is None:
-        missing.append("rope_theta")
-    if missing:
-        raise CheckpointError(
-            f"config.json of {checkpoint.path} lacks {', '.join(missing)}: "
-            "download it from the original repository"
-        )
-    for field, maximum in MAXIMA.items():
-        if isinstance(value := text.get(field), int) and value > maximum:
-            raise CheckpointError(
-                f"config.json of {checkpoint.path} has {field} {value}, and the limit is "
-                f"{maximum}: download it from the original repository"
-            )
+    nextn.check_config(checkpoint, text, required, MAXIMA)
     drafter = checkpoint.config.get("model_type") == DRAFTER_TYPE
     tied = checkpoint.config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return {
@@ -279,19 +221,3 @@ def _skeleton(checkpoint: Checkpoint, config: dict[str, Any], made: Iterable[str
     if _is_moe(made):
         keys["layers.0.mlp.gate.weight"] = None
     return match.skeleton(checkpoint, "a NextN head", lambda: build(config, keys))
-
-
-def _missing(checkpoint: Checkpoint, made: Recipes, needed: Shapes) -> list[str]:
-    """Names of the tensors that would make what cannot be made, single experts included."""
-    prefix = prefix_of(checkpoint.names)
-    missing = [prefix + key for key in sorted(needed.keys() - made)]
-    for key in sorted(needed.keys() & made):
-        if made[key].stack:
-            layer, projection = key.split(".switch_mlp.")
-            there = {expert_number(name) for name in made[key].sources}
-            missing += [
-                f"{prefix}{layer}.experts.{e}.{projection}"
-                for e in range(needed[key][0])
-                if e not in there
-            ]
-    return missing

@@ -2,7 +2,7 @@
 
 import mlx.nn as nn
 
-from mlx_spec.targets import gemma4, qwen
+from mlx_spec.targets import deepseek, gemma4, qwen
 from mlx_spec.targets.generic import GenericTarget
 from mlx_spec.targets.target import Target
 
@@ -14,4 +14,6 @@ def target_for(model: nn.Module) -> Target:
         return qwen.QwenTarget(model)
     if isinstance(model, gemma4.MODELS):
         return gemma4.Gemma4Target(model)
+    if isinstance(model, deepseek.MODELS):
+        return deepseek.DeepSeekTarget(model)
     return GenericTarget(model)

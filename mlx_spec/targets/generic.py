@@ -26,7 +26,7 @@ class GenericTarget:
 
     def __init__(self, model: nn.Module):
         """Raises: Incompatible for a model that is spread over several machines."""
-        if _spread(model):
+        if spread(model):
             raise Incompatible("A model spread over several machines is decoded without drafts.")
         self.model = model
         rings = {c.max_size for c in make_prompt_cache(model) if type(c) is RotatingKVCache}
@@ -45,6 +45,7 @@ class GenericTarget:
         return logits.shape[-1]
 
 
-def _spread(model: nn.Module) -> bool:
+def spread(model: nn.Module) -> bool:
+    """Whether the model is on several machines."""
     first, last = model.layers[0], model.layers[-1]
     return first is None or any(isinstance(module, SHARDED) for module in last.modules())

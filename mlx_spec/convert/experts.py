@@ -1,48 +1,56 @@
-"""Which source tensors make which parameter of `QwenNextN`.
+"""Which source tensors make which parameter of a NextN head, whose names are known by now.
 
-Heads are found inside a model's own shards under `mtp.`, or alone in a drafter directory.
-Names differ only for experts, of which three layouts are in use (vLLM's qwen3_5_mtp.py reads
-the first two):
+What is left are experts, of which three layouts are in use (vLLM's qwen3_5_mtp.py reads the first
+two):
 
-    mlp.experts.{e}.{gate,up,down}_proj.weight   per expert: Qwen3-Next, Qwen3.5, fp8 packs
+    mlp.experts.{e}.{gate,up,down}_proj.weight   per expert: Qwen3-Next, Qwen3.5, DeepSeek, fp8
     mlp.experts.{gate_up,down}_proj              fused, gate rows first: Qwen3.6
     mlp.switch_mlp.{gate,up,down}_proj.weight    stacked: what MLX computes with
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.match import Recipe, copy
 from mlx_spec.errors import CheckpointError
 
-PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?mtp\.")
 EXPERT = re.compile(r"^(?P<mlp>.*\.mlp)\.experts\.(?P<e>\d+)\.(?P<rest>(gate|up|down)_proj\.\w+)$")
 FUSED = re.compile(r"^(?P<mlp>.*\.mlp)\.experts\.(?P<proj>gate_up|down)_proj(\.weight)?$")
 STACKED = re.compile(r"^(?P<mlp>.*\.mlp)\.switch_mlp\.")
-RENAMED = {"shared_head.head.weight": "lm_head.weight"}
-
-
-def without_prefix(name: str) -> str:
-    return PREFIX.sub("", name)
-
-
-def prefix_of(names: Iterable[str]) -> str:
-    """What stands before the head's own names; nothing in a drafter directory."""
-    return next((match[0] for name in names if (match := PREFIX.match(name))), "")
 
 
 def expert_number(name: str) -> int | None:
-    match = EXPERT.match(without_prefix(name))
+    match = EXPERT.match(name)
     return int(match["e"]) if match else None
 
 
-def plan(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Recipe]:
-    """The parameters that the tensors make, whether or not the module has them.
+def by_parameter(
+    checkpoint: Checkpoint, names: Iterable[str], parameter: Callable[[str], str]
+) -> dict[str, str]:
+    """Tensors by what `parameter` calls them.
 
     Raises:
-        CheckpointError: a parameter is there twice, under two names or in two layouts.
+        CheckpointError: it calls two of them the same.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        key = parameter(name)
+        if key in found:
+            raise _twice(checkpoint, key, found[key], name)
+        found[key] = name
+    return found
+
+
+def plan(checkpoint: Checkpoint, named: dict[str, str]) -> dict[str, Recipe]:
+    """The parameters that tensors make, whether or not the module has them.
+
+    Args:
+        named: tensors by parameter, but for experts.
+
+    Raises:
+        CheckpointError: a parameter is there twice, in two layouts.
     """
     recipes: dict[str, Recipe] = {}
     layouts: dict[str, set[str]] = defaultdict(set)
@@ -53,7 +61,7 @@ def plan(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Recipe]:
             raise _twice(checkpoint, key, recipes[key].sources[0], recipe.sources[0])
         recipes[key] = recipe
 
-    for inner, name in _inner_names(checkpoint, names).items():
+    for inner, name in named.items():
         if match := EXPERT.match(inner):
             layouts[match["mlp"]].add("one tensor per expert")
             experts[f"{match['mlp']}.switch_mlp.{match['rest']}"][int(match["e"])] = name
@@ -64,7 +72,7 @@ def plan(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Recipe]:
         else:
             if match := STACKED.match(inner):
                 layouts[match["mlp"]].add("stacked experts")
-            add(RENAMED.get(inner, inner), copy(checkpoint, name))
+            add(inner, copy(checkpoint, name))
     for mlp, found in layouts.items():
         if len(found) > 1:
             raise CheckpointError(
@@ -104,17 +112,6 @@ def _split(checkpoint: Checkpoint, mlp: str, projection: str, name: str) -> dict
         )
         for half, part in enumerate(("gate", "up"))
     }
-
-
-def _inner_names(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, str]:
-    """Names without the prefix, each with the full name."""
-    inner: dict[str, str] = {}
-    for name in names:
-        key = without_prefix(name)
-        if key in inner:
-            raise _twice(checkpoint, key, inner[key], name)
-        inner[key] = name
-    return inner
 
 
 def _twice(checkpoint: Checkpoint, key: str, first: str, second: str) -> CheckpointError:
