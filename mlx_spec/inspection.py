@@ -18,9 +18,10 @@ from mlx_spec.convert.fingerprint import Relation, recorded
 from mlx_spec.convert.head import Head
 from mlx_spec.convert.quantize import describe
 from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers, load_tokenizer
+from mlx_spec.drafters.draft_model import DraftModel
 from mlx_spec.drafters.draft_vocab import size_of
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible, NoDrafter
-from mlx_spec.families import family_of_drafter, family_of_head
+from mlx_spec.families import family_of_drafter, family_of_head, family_of_target
 from mlx_spec.fit import rope_differences
 from mlx_spec.load import (
     Found,
@@ -29,6 +30,7 @@ from mlx_spec.load import (
     check_relation,
     drafter_path,
     find_drafter,
+    is_draft_model,
     local_path,
     read_drafter,
     relation_to,
@@ -38,6 +40,7 @@ from mlx_spec.probe import Probe, parse_bits, precisions
 from mlx_spec.probe import probe as probe_drafter
 from mlx_spec.rollback import check_caches
 from mlx_spec.targets import target_for
+from mlx_spec.targets.target import Target
 
 Verdict = Literal["usable", "no-drafter", "unverified", "incompatible"]
 EXIT_CODES: dict[Verdict, int] = {"usable": 0, "no-drafter": 2, "unverified": 3, "incompatible": 4}
@@ -67,13 +70,13 @@ class DrafterFacts:
     layers: int
     parameters: int
     quantization: dict[str, Any] | None
-    source: str | None
-    revision: str | None
-    fingerprint: str | None
-    checked: int | None
-    ordered_embedding: bool | None
-    query_position: str | None
-    draft_vocab: int | None
+    source: str | None = None
+    revision: str | None = None
+    fingerprint: str | None = None
+    checked: int | None = None
+    ordered_embedding: bool | None = None
+    query_position: str | None = None
+    draft_vocab: int | None = None
 
     def as_lines(self) -> list[str]:
         details = [
@@ -101,6 +104,16 @@ class DrafterFacts:
 
 
 @dataclass(frozen=True)
+class Way:
+    """One way to draft for a model: its `--draft-kind` or the kind of a drafter, whether it works,
+    and a clause that says why, or what is needed."""
+
+    kind: str
+    works: bool
+    why: str
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What was found.
 
@@ -115,6 +128,7 @@ class Inspection:
         probe: what drafting with the model showed; None if that was not asked for.
         num_draft_tokens: that `generate` would use.
         verdict, why: the conclusion.
+        ways: all that drafts, or does not, in the order in which one is chosen.
     """
 
     path: str
@@ -127,6 +141,7 @@ class Inspection:
     num_draft_tokens: DraftTokens | None
     verdict: Verdict
     why: str
+    ways: list[Way]
 
     @property
     def exit_code(self) -> int:
@@ -155,6 +170,10 @@ class Inspection:
             lines.append(indent(self.probe.as_text(), "  "))
         if self.num_draft_tokens is not None:
             lines.append(f"  depth         {self.num_draft_tokens}")
+        for at, way in enumerate(self.ways):
+            label = "ways" if at == 0 else ""
+            works = "works" if way.works else "does not work"
+            lines.append(f"  {label:13} {way.kind} {works}: {way.why}")
         return "\n".join([*lines, f"  verdict       {self.verdict}: {self.why}"])
 
 
@@ -190,6 +209,7 @@ def inspect_path(
     tokenizer: Tokenizers | None = None
     fingerprint: Relation | None = None
     probed: Probe | None = None
+    rolls_back = False
 
     def conclude(verdict: Verdict, why: str) -> Inspection:
         depth = SpecOptions().num_draft_tokens if verdict == "usable" else None
@@ -204,9 +224,11 @@ def inspect_path(
             depth,
             verdict,
             why,
+            [] if own_family else _ways(checkpoint, facts, verdict, why, rolls_back),
         )
 
-    if (own_family := family_of_drafter(checkpoint.config)) is not None:
+    own_family = family_of_drafter(checkpoint.config)
+    if own_family is not None:
         if probe or bits:
             raise BadArguments(
                 f"{path} is a drafter alone; probe it with its model: mlx-spec inspect MODEL "
@@ -221,8 +243,15 @@ def inspect_path(
         model, _ = load_model(path, lazy=True)
         target = target_for(model)
         check_caches(target, make_prompt_cache(model))
+        rolls_back = True
         if found.path is None:
             raise NoDrafter(found.why_not)
+        if is_draft_model(found.path, path):
+            tokenizer = compare_tokenizers(found.path, path)
+            if tokenizer.verdict == "differs":
+                raise Incompatible(f"The tokenizers differ: {tokenizer.detail}.")
+            facts = _facts_of_model(found.path, target)
+            return conclude("usable", "a model that can draft for this one")
         head = read_drafter(found.path, target)
         module = build_head(head)
         facts = _facts(found.path, Checkpoint.open(found.path), head, module, check)
@@ -243,6 +272,38 @@ def inspect_path(
     doubts = rope_differences(Checkpoint.open(found.path).config, checkpoint.config)
     but = f", but {'; '.join(doubts)}" if doubts else ""
     return conclude("usable", f"the drafter fits this model{but}")
+
+
+def _ways(
+    model: Checkpoint, drafter: DrafterFacts | None, verdict: Verdict, why: str, rolls_back: bool
+) -> list[Way]:
+    """All ways to draft for a model; `why` is that of the verdict on its drafter."""
+    family = family_of_target(model.config)
+    kind = drafter.kind if drafter else family.drafter.kind if family else None
+    works = verdict == "usable"
+    ways = [] if kind is None else [Way(kind, works, why)]
+    if not rolls_back:
+        return [*ways, *(Way(other, False, why) for other in ("lookup", "draft-model"))]
+    ways.append(Way("lookup", True, "it drafts what followed earlier in the text"))
+    if works:
+        ways.append(Way("combined", True, f"lookup where its match is long, {kind} otherwise"))
+    if kind != "draft-model":
+        named = "with a smaller model of the same tokenizer as --draft-model"
+        ways.append(Way("draft-model", True, named))
+    return ways
+
+
+def _facts_of_model(path: Path, target: Target) -> DrafterFacts:
+    """Of an ordinary model that is to draft. Raises: Incompatible where it cannot."""
+    check_model(str(path))
+    model, config = load_model(path, lazy=True)
+    return DrafterFacts(
+        str(path),
+        DraftModel(model, target).kind,
+        len(model.layers),
+        get_total_parameters(model),
+        config.get("quantization"),
+    )
 
 
 def _facts(

@@ -411,6 +411,11 @@ def test_inspect_a_gemma_in_words(tmp_path):
         f"                converted from {assistant}",
         "  tokenizer     same: the same tokenizer",
         "  depth         auto",
+        "  ways          gemma4-assistant works: the drafter fits this model",
+        "                lookup works: it drafts what followed earlier in the text",
+        "                combined works: lookup where its match is long, gemma4-assistant otherwise",
+        "                draft-model works: with a smaller model of the same tokenizer as "
+        "--draft-model",
         "  verdict       usable: the drafter fits this model",
     ]
 
@@ -440,7 +445,7 @@ def test_inspect_a_wrong_pair(fault, tmp_path):
 @pytest.mark.parametrize(
     ("model", "drafter", "exit_code", "words"),
     [
-        (GEMMA, TRAINED, 4, "it is for models of type qwen3_next"),
+        (GEMMA, TRAINED, 4, "The tokenizers differ: id 0 is"),
         (TRAINED, ASSISTANT, 4, "it is for models of type gemma4"),
         (GEMMA, GEMMA, 2, "its assistant is a repository of its own"),
     ],
@@ -510,6 +515,36 @@ def test_inspect_a_family_without_drafters():
     exit_code, facts = inspect_json(checkpoint_path("llama-target-trained"))
     assert (exit_code, facts["verdict"]) == (2, "no-drafter")
     assert facts["why"] == "there are no drafters for llama models"
+    assert ways(facts) == {"lookup": True, "draft-model": True}
+
+
+def ways(facts):
+    return {way["kind"]: way["works"] for way in facts["ways"]}
+
+
+def test_inspect_lists_all_that_would_draft(model_dir, tmp_path):
+    _, facts = inspect_json(model_dir)
+    assert ways(facts) == {"nextn": True, "lookup": True, "combined": True, "draft-model": True}
+    strip_head(model_dir)
+    _, facts = inspect_json(model_dir)
+    assert ways(facts) == {"nextn": False, "lookup": True, "draft-model": True}
+    assert facts["ways"][0]["why"] == facts["why"]
+    text = run("inspect", model_dir).stdout
+    assert "  ways          nextn does not work: no mtp.* weights among" in text
+    assert "                lookup works: it drafts what followed earlier in the text" in text
+
+
+def test_inspect_a_smaller_model_as_the_drafter(tmp_path):
+    config = json.loads((GEMMA / "config.json").read_text())
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint_path("llama-target-trained"), model)
+    shutil.copy(GEMMA / "tokenizer.json", model)
+    result = run("inspect", model, "--draft-model", GEMMA, "--json")
+    facts = json.loads(result.stdout)
+    assert (result.exit_code, facts["verdict"], facts["tokenizer"]) == (0, "usable", "same")
+    assert facts["drafter"]["kind"] == "draft-model"
+    assert facts["drafter"]["layers"] == config["text_config"]["num_hidden_layers"]
+    assert ways(facts) == {"draft-model": True, "lookup": True, "combined": True}
 
 
 # demo
