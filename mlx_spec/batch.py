@@ -20,12 +20,12 @@ from mlx_lm.models.cache import TokenBuffer
 from mlx_spec.accept import Greedy, Seed, make_law, plain_sampler
 from mlx_spec.drafters import Drafter
 from mlx_spec.generate import choose_drafter
-from mlx_spec.kept import first_pair, keep, take_kept
+from mlx_spec.kept import Kept, first_pair, keep, take_kept
 from mlx_spec.knowledge import depths_for, remember
 from mlx_spec.kv_quantization import KVQuantization
 from mlx_spec.options import SpecOptions
 from mlx_spec.rollback import tokens_in
-from mlx_spec.round import Drawn, Request, speculate
+from mlx_spec.round import Drawn, Pairs, Request, speculate
 from mlx_spec.sliding_window import in_time_order, settled
 from mlx_spec.stats import SpecStats
 from mlx_spec.targets import target_for
@@ -101,7 +101,7 @@ class Alone:
         own = sequence.caches
         kept = take_kept(own, plan.drafter)
         draft_caches = plan.draft_caches or (kept.caches if kept else plan.drafter.make_cache())
-        if kept is None and draft_caches:
+        if kept is None and plan.drafter.needs_hidden and draft_caches:
             plan.stats.unprimed += tokens_in(own) - plan.tokens
         prompt = mx.array([token for segment in sequence.segments for token in segment], mx.uint32)
         if sequence.drawn is not None:
@@ -117,12 +117,24 @@ class Alone:
             depths_for(plan.options, model, plan.drafter),
             prompt[:1],
             KVQuantization(),
-            first_pair(plan.drafter, kept, prompt),
+            self._unlearnt(draft_caches, kept, prompt),
             sequence.drawn,
         )
         self.tokens: Generator[tuple[int, mx.array, bool], None, None] | None = None
         if sequence.drawn is not None:
             self._start(sequence.drawn.token)
+
+    def _unlearnt(
+        self, draft_caches: list[Any], kept: Kept | None, prompt: mx.array
+    ) -> Pairs | None:
+        """What the drafter can learn before the prompt: one that needs no hidden states, all that
+        it has not seen of the sequence."""
+        drafter, first = self.plan.drafter, prompt[:1].astype(mx.uint32)
+        assert drafter is not None
+        if not drafter.learns or drafter.needs_hidden:
+            return first_pair(drafter, kept, prompt)
+        missing = self.sequence.tokens[tokens_in(draft_caches) :]
+        return Pairs(mx.concatenate([mx.array(missing, mx.uint32), first]), None)
 
     def _start(self, pending: mx.array) -> None:
         sequence, request = self.sequence, self.request

@@ -247,6 +247,11 @@ def inspect_path(
         if found.path is None:
             raise NoDrafter(found.why_not)
         if is_draft_model(found.path, path):
+            if probe or bits:
+                raise BadArguments(
+                    f"{found.path} is a model, not a head or an assistant, which is what --probe "
+                    "tries; measure it with mlx-spec bench."
+                )
             tokenizer = compare_tokenizers(found.path, path)
             if tokenizer.verdict == "differs":
                 raise Incompatible(f"The tokenizers differ: {tokenizer.detail}.")

@@ -7,6 +7,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--smollm2", help="The directory that scripts/fetch_smollm2.py has made.")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """What is measured in tests stays there."""

@@ -413,7 +413,8 @@ def test_inspect_a_gemma_in_words(tmp_path):
         "  depth         auto",
         "  ways          gemma4-assistant works: the drafter fits this model",
         "                lookup works: it drafts what followed earlier in the text",
-        "                combined works: lookup where its match is long, gemma4-assistant otherwise",
+        "                combined works: lookup where its match is long, "
+        "gemma4-assistant otherwise",
         "                draft-model works: with a smaller model of the same tokenizer as "
         "--draft-model",
         "  verdict       usable: the drafter fits this model",

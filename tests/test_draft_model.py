@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
+from test_batch import compare, insert
 from tiny_models import LLAMA, VOCAB, prompt_of, tiny
 
 import mlx_spec
@@ -180,6 +181,16 @@ def test_further_turns_with_caches_that_the_caller_made():
         assert got == first + expected
         assert [type(c) for c in cache] == kinds
         assert both or stats.unprimed == 0
+
+
+def test_alone_before_and_after_a_batch():
+    """It learns what was decoded in the batch: the model drafts for itself, and is always right."""
+    p = pair(QWEN)
+    events = {0: insert(p.prompt, TOKENS), 6: insert(p.prompt[:9], 6)}
+    first = compare(p, events, drafter_of(QWEN, QWEN)).stats[0]
+    assert first.batched > 0
+    assert first.unprimed == 0
+    assert first.accepted == first.drafted > 10
 
 
 # Which model may draft for which

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from test_batch import compare, insert
 from tiny_models import DECODED, LLAMA, WINDOWED, prompt_of, tiny
 
 import mlx_spec
@@ -440,6 +441,20 @@ def test_a_further_turn_looks_in_the_turns_before():
         assert text == (whole if sees else again) + got
         runs.append(stats.drafted)
     assert runs[0] > 0
+
+
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
+def test_alone_before_and_after_a_batch(name):
+    """It knows what was decoded in the batch."""
+    prompt, _ = plain_text(name)
+    events = {0: insert(prompt, LENGTH), 6: insert(prompt[:9], 6)}
+    lookup = Lookup()
+    answers = compare(pair(name), events, lookup)
+    first = answers.stats[0]
+    assert (first.kind, first.unprimed) == ("lookup", 0)
+    assert first.batched > 0
+    caches = vars(answers.ended[0].prompt_cache[0])["mlx_spec"].caches
+    assert caches[0].tokens == answers.ended[0].all_tokens
 
 
 # Beside another drafter

@@ -118,7 +118,7 @@ def test_a_difference_below_eps_is_a_tie(model, monkeypatch):
 
 
 def test_equal_texts_prove_nothing_where_nothing_was_drafted(model, monkeypatch):
-    monkeypatch.setattr(Request, "_depth", lambda self, *limits: 0)
+    monkeypatch.setattr(Request, "_rows_left", lambda self, *limits: 1)
     verdict = check(model, depths=(2,))
     assert verdict.runs[0].difference is None
     assert verdict.runs[0].drafted == 0

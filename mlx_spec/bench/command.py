@@ -72,6 +72,11 @@ def run_bench(
     model, tokenizer = load(model_path, draft_model=draft_model)
     drafter = drafter_of(model, model_path)
     if calibrated:
+        if drafter.kind == "lookup":
+            raise BadArguments(
+                "--calibrate makes a drafter draft, and lookup drafts only where the text repeats; "
+                "leave it out."
+            )
         for name in CALIBRATION_CLASSES:
             ids = encode(read_class(name), tokenizer)
             depths = range(DEFAULT_MAX_DRAFT_TOKENS + 1)
