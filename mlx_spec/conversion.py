@@ -109,9 +109,9 @@ def convert(
     """Writes the drafter directory of the drafter in `source`.
 
     Args:
-        source: a model with a NextN head, a Gemma-4 assistant, or a drafter, as a directory or
-            ORG/REPO[@REVISION] of the Hugging Face hub, of which only the drafter is fetched; or a
-            .safetensors or .gguf file that holds a NextN head.
+        source: a model with a NextN head, a Gemma-4 assistant, an EAGLE-3 head, or a drafter,
+            as a directory or ORG/REPO[@REVISION] of the Hugging Face hub, of which only the drafter
+            is fetched; or a .safetensors or .gguf file that holds a NextN head.
         out: directory to write; an existing one is replaced if it is a drafter directory.
         target: directory or repository of the model that the drafter is for, to check that it
             fits. A file alone needs it, for its configuration.
@@ -171,6 +171,7 @@ def convert(
     head = with_fingerprint(family.read_head(checkpoint, mlx_dtype), checkpoint, model)
     parameters = sum(parameter.size for parameter in head.weights.parameters.values())
     if draft_vocab is not None:
+        vocabulary.check_all_tokens(head)
         text = vocabulary.read_text(
             (model or checkpoint).directory,
             vocabulary.vocab_size_of(head),

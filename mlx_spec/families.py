@@ -11,10 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec import mistakes
-from mlx_spec.convert import deepseek_nextn, gemma4_assistant, qwen_nextn
+from mlx_spec.convert import deepseek_nextn, eagle3, gemma4_assistant, qwen_nextn
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
 from mlx_spec.drafters.deepseek_nextn import DeepSeekNextNDrafter
+from mlx_spec.drafters.eagle3 import Eagle3Drafter
 from mlx_spec.drafters.gemma4_assistant import AssistantDrafter
 from mlx_spec.drafters.nextn import NextNDrafter
 from mlx_spec.errors import Incompatible
@@ -22,7 +23,7 @@ from mlx_spec.mistakes import Mistake
 from mlx_spec.targets import gemma4
 from mlx_spec.targets.deepseek import DeepSeekTarget
 from mlx_spec.targets.qwen import QwenTarget
-from mlx_spec.targets.target import HiddenTarget, Target
+from mlx_spec.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Family:
 
     Attributes:
         drafter: the class of a drafter, which is made of its module and its target.
-        drafter_types: model types of drafter directories.
+        is_drafter: whether a config.json is that of a drafter directory.
         source_types: of all checkpoints that a drafter may be in.
-        target, target_types: the class of its targets, and their model types.
+        target, target_types: the class of its targets, and their model types; None: of any.
         norms_minus_one: whether Hugging Face stores the norms of its models minus one.
         siblings: a pattern of names of drafter directories beside a model.
         none_found: where a drafter was looked for in vain.
@@ -44,13 +45,14 @@ class Family:
         misfits: what keeps the first checkpoint's drafter from working with the second one, a
             model of `target_types`; one clause for each fault.
         mistakes: that a drafter may come with, in the order in which they are likely.
+        own_rope: whether its rotary embeddings have nothing to do with the model's.
     """
 
     drafter: Any
-    drafter_types: tuple[str, ...]
+    is_drafter: Callable[[dict[str, Any]], bool]
     source_types: tuple[str, ...]
     target: type
-    target_types: tuple[str, ...]
+    target_types: tuple[str, ...] | None
     norms_minus_one: bool
     siblings: str
     none_found: str
@@ -60,11 +62,16 @@ class Family:
     layers: Callable[[Any], list[nn.Module]]
     misfits: Callable[[Checkpoint, Checkpoint], list[str]]
     mistakes: tuple[Mistake, ...]
+    own_rope: bool = False
+
+
+def of_type(*model_types: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda config: config.get("model_type") in model_types
 
 
 QWEN_NEXTN = Family(
     drafter=NextNDrafter,
-    drafter_types=(qwen_nextn.DRAFTER_TYPE,),
+    is_drafter=of_type(qwen_nextn.DRAFTER_TYPE),
     source_types=qwen_nextn.MODEL_TYPES,
     target=QwenTarget,
     target_types=qwen_nextn.TARGET_TYPES,
@@ -80,7 +87,7 @@ QWEN_NEXTN = Family(
 )
 GEMMA4_ASSISTANT = Family(
     drafter=AssistantDrafter,
-    drafter_types=gemma4_assistant.DRAFTER_TYPES,
+    is_drafter=of_type(*gemma4_assistant.DRAFTER_TYPES),
     source_types=gemma4_assistant.DRAFTER_TYPES,
     target=gemma4.Gemma4Target,
     target_types=gemma4.MODEL_TYPES,
@@ -96,7 +103,7 @@ GEMMA4_ASSISTANT = Family(
 )
 DEEPSEEK_NEXTN = Family(
     drafter=DeepSeekNextNDrafter,
-    drafter_types=deepseek_nextn.DRAFTER_TYPES,
+    is_drafter=of_type(*deepseek_nextn.DRAFTER_TYPES),
     source_types=deepseek_nextn.MODEL_TYPES,
     target=DeepSeekTarget,
     target_types=deepseek_nextn.TARGET_TYPES,
@@ -110,13 +117,29 @@ DEEPSEEK_NEXTN = Family(
     misfits=deepseek_nextn.misfits,
     mistakes=mistakes.DEEPSEEK_NEXTN,
 )
-FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT, DEEPSEEK_NEXTN)
+EAGLE3 = Family(
+    drafter=Eagle3Drafter,
+    is_drafter=eagle3.is_drafter,
+    source_types=("EAGLE-3 heads",),
+    target=object,
+    target_types=None,
+    norms_minus_one=False,
+    siblings="*[Ee][Aa][Gg][Ll][Ee]3*",
+    none_found="no *EAGLE3* drafter beside it (--draft-model names one elsewhere)",
+    has_head=eagle3.has_head,
+    read_head=eagle3.read_head,
+    build=eagle3.build,
+    layers=lambda module: module.layers,
+    misfits=eagle3.misfits,
+    mistakes=mistakes.EAGLE3,
+    own_rope=True,
+)
+FAMILIES = (QWEN_NEXTN, GEMMA4_ASSISTANT, DEEPSEEK_NEXTN, EAGLE3)
 
 
 def family_of_drafter(config: dict[str, Any]) -> Family | None:
     """The family of a drafter directory; None if its config.json is that of something else."""
-    model_type = config.get("model_type")
-    return next((family for family in FAMILIES if model_type in family.drafter_types), None)
+    return next((family for family in FAMILIES if family.is_drafter(config)), None)
 
 
 def family_of_head(head: Head) -> Family:
@@ -133,9 +156,17 @@ def mistakes_of(drafter: Any) -> tuple[Mistake, ...]:
 
 
 def family_of_target(config: dict[str, Any]) -> Family | None:
-    """The family of the drafters for a model; None if there is none."""
+    """The family of the drafters that are made for such models; None if there is none."""
     model_type = config.get("model_type")
-    return next((family for family in FAMILIES if model_type in family.target_types), None)
+    made_for = (family for family in FAMILIES if model_type in (family.target_types or ()))
+    return next(made_for, None)
+
+
+def families_for(config: dict[str, Any]) -> list[Family]:
+    """The families whose drafters may fit a model: its own, then those for all models."""
+    own = family_of_target(config)
+    others = [family for family in FAMILIES if family.target_types is None]
+    return others if own is None else [own, *others]
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -159,17 +190,16 @@ def misfits(family: Family, drafter: Checkpoint, model: Checkpoint) -> list[str]
     """What keeps a checkpoint's drafter from working with a model, judged by their
     configurations; one clause for each fault."""
     model_type = model.config.get("model_type")
-    if model_type not in family.target_types:
+    if family.target_types is not None and model_type not in family.target_types:
         models = ", ".join(family.target_types)
         return [f"it is for models of type {models}, and the model is a {model_type}"]
     return family.misfits(drafter, model)
 
 
-def check_target(family: Family, target: Target) -> HiddenTarget:
-    """The target, if it is of the family's. Raises Incompatible for one of another family."""
+def check_target(family: Family, target: Target) -> None:
+    """Raises Incompatible for a target of another family."""
     if not isinstance(target, family.target):
         raise Incompatible(
             f"The drafter does not fit the model: it is for models of type "
-            f"{', '.join(family.target_types)}; give the drafter of this model."
+            f"{', '.join(family.target_types or ())}; give the drafter of this model."
         )
-    return target  # type: ignore[return-value]  # `family.target` is only known to be a class

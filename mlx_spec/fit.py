@@ -70,7 +70,7 @@ def check_fit(drafter: Checkpoint, model: Checkpoint) -> Fit:
     doubts = [tokenizers.detail] if tokenizers.verdict == "differs" else []
     if faults := misfits(family, drafter, model):
         return Fit(model.path, tuple(faults), tuple(doubts), tokenizers, None)
-    doubts += rope_differences(drafter.config, model.config)
+    doubts += rope_doubts(family, drafter, model)
     relation = None
     own, theirs = fingerprint_in(drafter, family), model_fingerprint(model)()
     if own is not None and theirs is not None:
@@ -83,7 +83,7 @@ def check_fit(drafter: Checkpoint, model: Checkpoint) -> Fit:
 def fingerprint_in(checkpoint: Checkpoint, family: Family) -> Fingerprint | None:
     """Of the model that a checkpoint's drafter belongs to: as it is recorded there, or that of
     the model in the same files; None if neither is there."""
-    if checkpoint.config.get("model_type") in family.drafter_types:  # its norms are its own
+    if family.is_drafter(checkpoint.config):  # its norms are its own
         return recorded(checkpoint)
     return fingerprint_of(checkpoint, family.norms_minus_one)
 
@@ -112,11 +112,16 @@ def model_fingerprint(model: Checkpoint) -> Callable[[], Fingerprint | None]:
     def read() -> Fingerprint | None:
         family = family_of_target(model.config)
         try:
-            return fingerprint_of(model, family.norms_minus_one) if family else None
+            return fingerprint_of(model, family is not None and family.norms_minus_one)
         except CheckpointError:  # those who need its weights will say what is wrong with them
             return None
 
     return read
+
+
+def rope_doubts(family: Family, drafter: Checkpoint, model: Checkpoint) -> list[str]:
+    """Clauses about rotary embeddings, where the drafter's should be the model's."""
+    return [] if family.own_rope else rope_differences(drafter.config, model.config)
 
 
 def rope_differences(own: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

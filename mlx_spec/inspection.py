@@ -21,8 +21,8 @@ from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers, load_toke
 from mlx_spec.drafters.draft_model import DraftModel
 from mlx_spec.drafters.draft_vocab import size_of
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible, NoDrafter
-from mlx_spec.families import family_of_drafter, family_of_head, family_of_target
-from mlx_spec.fit import rope_differences
+from mlx_spec.families import families_for, family_of_drafter, family_of_head
+from mlx_spec.fit import rope_doubts
 from mlx_spec.load import (
     Found,
     build_head,
@@ -62,6 +62,7 @@ class DrafterFacts:
         ordered_embedding: whether it looks at likely clusters of tokens only, instead of all of
             the vocabulary; None for a family that never does.
         query_position: the position that its queries have; None for a family without a choice.
+        layer_ids: what the model's layers are listed by; None for a family that looks at none.
         draft_vocab: how many tokens it may propose; None for all of them.
     """
 
@@ -76,6 +77,7 @@ class DrafterFacts:
     checked: int | None = None
     ordered_embedding: bool | None = None
     query_position: str | None = None
+    layer_ids: str | None = None
     draft_vocab: int | None = None
 
     def as_lines(self) -> list[str]:
@@ -87,6 +89,8 @@ class DrafterFacts:
             details.append("ordered embedding" if self.ordered_embedding else "full embedding")
         if self.query_position is not None:
             details.append(f"query position {self.query_position}")
+        if self.layer_ids is not None:
+            details.append(f"layers listed by their {self.layer_ids}")
         if self.draft_vocab is not None:
             details.append(f"draft vocabulary {self.draft_vocab}")
         lines = [
@@ -274,7 +278,7 @@ def inspect_path(
         return conclude("no-drafter", str(error))
     except Incompatible as error:
         return conclude("incompatible", str(error))
-    doubts = rope_differences(Checkpoint.open(found.path).config, checkpoint.config)
+    doubts = rope_doubts(family_of_head(head), Checkpoint.open(found.path), checkpoint)
     but = f", but {'; '.join(doubts)}" if doubts else ""
     return conclude("usable", f"the drafter fits this model{but}")
 
@@ -283,10 +287,9 @@ def _ways(
     model: Checkpoint, drafter: DrafterFacts | None, verdict: Verdict, why: str, rolls_back: bool
 ) -> list[Way]:
     """All ways to draft for a model; `why` is that of the verdict on its drafter."""
-    family = family_of_target(model.config)
-    kind = drafter.kind if drafter else family.drafter.kind if family else None
+    kind = drafter.kind if drafter else families_for(model.config)[0].drafter.kind
     works = verdict == "usable"
-    ways = [] if kind is None else [Way(kind, works, why)]
+    ways = [Way(kind, works, why)]
     if not rolls_back:
         return [*ways, *(Way(other, False, why) for other in ("lookup", "draft-model"))]
     ways.append(Way("lookup", True, "it drafts what followed earlier in the text"))
@@ -330,7 +333,8 @@ def _facts(
         check_hashes(checkpoint) if check else None,
         head.config.get("use_ordered_embeddings"),
         head.config["mlx_spec"].get("query_position"),
-        size_of(head.config),
+        head.config["mlx_spec"].get("layer_ids"),
+        head.config.get("draft_vocab_size") or size_of(head.config),
     )
 
 

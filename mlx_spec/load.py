@@ -1,8 +1,8 @@
 """Loading a model together with its drafter.
 
 A drafter is looked for in the model's own directory (an `mtp.*` head among its weights), then
-beside it (a directory named `*-MTP*`, or `*-assistant*` for Gemma-4). Where there is none, lookup
-drafts, which needs no weights.
+beside it (a directory named `*-MTP*`, or `*-assistant*` for Gemma-4, or `*EAGLE3*` for any model).
+Where there is none, lookup drafts, which needs no weights.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ from mlx_spec.drafters.lookup import SHORTEST, Lookup
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError
 from mlx_spec.families import (
     check_target,
+    families_for,
     family_of,
     family_of_drafter,
     family_of_head,
@@ -44,6 +45,7 @@ from mlx_spec.fit import model_fingerprint
 from mlx_spec.randomness import untouched_generator
 from mlx_spec.stats import Reason
 from mlx_spec.targets import target_for
+from mlx_spec.targets.parts import embedding_of
 from mlx_spec.targets.target import Target
 
 
@@ -257,28 +259,28 @@ class Found:
 
 def find_drafter(model_path: Path) -> Found:
     """The model's own directory if it holds a head, else the sibling that fits and whose name
-    shares the longest beginning with the model's."""
+    shares the longest beginning with the model's: a drafter made for its family before others."""
     model = Checkpoint.open(model_path)
-    family = family_of_target(model.config)
-    if family is None:
-        return Found(None, f"there are no drafters for {model.config.get('model_type')} models")
-    if family.has_head(model):
+    families = families_for(model.config)
+    if families[0].has_head(model):
         return Found(model_path)
     # A link's neighbours count as well as those of what it leads to.
     places = [model_path.absolute(), model_path.resolve()]
+    names = {place.name for place in places}
     fingerprint = model_fingerprint(model)
-    fitting, passed_over = [], []
-    for path in sorted({p for own in places for p in own.parent.glob(family.siblings)}):
-        if path in places or path.name.startswith("."):  # the latter by a killed `convert`
-            continue
-        if fault := _why_unfit(path, model, fingerprint):
-            passed_over.append(f"{path.name} beside it does not fit: {fault}")
-        else:
-            fitting.append(path)
-    if fitting:
-        names = {place.name for place in places}
-        return Found(max(fitting, key=lambda path: _preference(path, names)))
-    return Found(None, "; ".join([family.none_found, *passed_over]))
+    passed_over = []
+    for family in families:
+        fitting = []
+        for path in sorted({p for own in places for p in own.parent.glob(family.siblings)}):
+            if path in places or path.name.startswith("."):  # the latter by a killed `convert`
+                continue
+            if fault := _why_unfit(path, model, fingerprint):
+                passed_over.append(f"{path.name} beside it does not fit: {fault}")
+            else:
+                fitting.append(path)
+        if fitting:
+            return Found(max(fitting, key=lambda path: _preference(path, names)))
+    return Found(None, "; ".join([families[0].none_found, *passed_over]))
 
 
 def _preference(path: Path, names: set[str]) -> tuple[int, int]:
@@ -317,8 +319,9 @@ def read_drafter(path: str | Path, target: Target) -> Head:
     """As `load_drafter`, but only its configuration and its weights."""
     checkpoint = Checkpoint.open(path)
     family = family_of(checkpoint)
-    embed = check_target(family, target).embed
-    return family.read_head(checkpoint, embed(mx.array([[0]])).dtype)
+    check_target(family, target)
+    dtype = embedding_of(target.model)(mx.array([[0]])).dtype
+    return family.read_head(checkpoint, dtype)
 
 
 def relation_to(path: Path, target: Target) -> Relation | None:

@@ -118,6 +118,27 @@ def other_position(drafter: Any, target: Any) -> Iterator[None]:
         drafter.shift = shift
 
 
+@contextmanager
+def shifted_layers(by: int, drafter: Any, target: Any) -> Iterator[None]:
+    """Features of EAGLE-3 come from so many layers later, of those that there are."""
+    layers, count = drafter.layers, len(target.model.layers)
+    drafter.layers = tuple(min(max(i + by, 0), count) for i in layers)
+    try:
+        yield
+    finally:
+        drafter.layers = layers
+
+
+@contextmanager
+def other_residual(drafter: Any, target: Any) -> Iterator[None]:
+    layer = drafter.head.layers[0]
+    layer.norm_before_residual = not layer.norm_before_residual
+    try:
+        yield
+    finally:
+        layer.norm_before_residual = not layer.norm_before_residual
+
+
 NORMS = (
     Mistake("norms", "its norms lack the one that is to be added", partial(shifted_norms, 1.0)),
     Mistake("norms", "its norms have one too much", partial(shifted_norms, -1.0)),
@@ -166,5 +187,22 @@ GEMMA4_ASSISTANT = (
         "embedding scale",
         "its pre_projection takes embeddings that are scaled twice",
         partial(changed_input, "pre_projection", scaled_twice),
+    ),
+)
+EAGLE3 = (
+    Mistake(
+        "layer ids",
+        'its features are outputs of the listed layers ("layer_ids": "output")',
+        partial(shifted_layers, 1),
+    ),
+    Mistake(
+        "layer ids",
+        'its features are inputs of the listed layers ("layer_ids": "input")',
+        partial(shifted_layers, -1),
+    ),
+    Mistake(
+        "residual",
+        "its residual starts at the other side of its first norm (norm_before_residual)",
+        other_residual,
     ),
 )

@@ -146,6 +146,7 @@ class Request:
     unwritten: bool = True  # the newest token is not in `text`
 
     def __post_init__(self) -> None:
+        self.target = self.drafter.view(self.target)
         # of the tokens in the caches, those that `text` has never had
         self.unseen = 0 if self.text is None else tokens_in(self.caches) - len(self.text)
 

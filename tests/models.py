@@ -35,6 +35,8 @@ GEMMA_RANDOM = ["gemma4-dense", "gemma4-e2b", "gemma4-moe"]
 GEMMA_TRAINED = ["gemma4-dense-trained", "gemma4-e2b-trained"]
 DEEPSEEK = "deepseek-v3-trained"
 DEEPSEEK_RANDOM = ["deepseek-v3-fp8", "glm4-moe", "mimo"]
+EAGLE = "llama-target-trained"  # its head is EAGLE_HEAD
+EAGLE_HEAD = "llama-eagle3-trained"
 WINDOW = 8  # of the Gemma checkpoints, in tokens
 
 
@@ -76,6 +78,8 @@ def dump(name: str) -> dict[str, np.ndarray]:
 
 
 def drafter_path(name: str) -> Path:
+    if name == EAGLE:
+        return checkpoint_path(EAGLE_HEAD)
     path = checkpoint_path(name)
     assistant = path.with_name(f"{path.name}-assistant")
     return assistant if assistant.exists() else path
@@ -100,7 +104,8 @@ def pair(name: str, window: int | None = None) -> Pair:
     elif name == "mimo":
         prompt = dump("mimo_target")["input_ids"].reshape(-1).tolist()
     else:
-        prompt = dump(f"{name}_generate")["prompt"].reshape(-1).tolist()
+        reference = dump(f"{EAGLE_HEAD if name == EAGLE else name}_generate")
+        prompt = reference["prompt"].reshape(-1).tolist()
     tokenizer.eos_token_ids = []
     target = target_for(model)
     return Pair(path, model, tokenizer, target, load_drafter(drafter_path(name), target), prompt)

@@ -389,6 +389,7 @@ def test_inspect_a_gemma_with_its_assistant(tmp_path):
         "checked": None,
         "ordered_embedding": True,
         "query_position": "P",
+        "layer_ids": None,
         "draft_vocab": None,
     }
 
@@ -512,11 +513,12 @@ def test_inspect_a_drafter_alone_and_beside_its_model(model_dir, tmp_path):
     assert (exit_code, facts["drafter"]["path"]) == (0, str(tmp_path / "Tiny-Model-MTP"))
 
 
-def test_inspect_a_family_without_drafters():
-    exit_code, facts = inspect_json(checkpoint_path("llama-target-trained"))
+def test_inspect_a_family_without_drafters_of_its_own(tmp_path):
+    shutil.copytree(checkpoint_path("llama-target-trained"), tmp_path / "model")
+    exit_code, facts = inspect_json(tmp_path / "model")
     assert (exit_code, facts["verdict"]) == (2, "no-drafter")
-    assert facts["why"] == "there are no drafters for llama models"
-    assert ways(facts) == {"lookup": True, "draft-model": True}
+    assert facts["why"].startswith("no *EAGLE3* drafter beside it")
+    assert ways(facts) == {"eagle3": False, "lookup": True, "draft-model": True}
 
 
 def ways(facts):

@@ -13,6 +13,7 @@ from models import (
     DEEPSEEK,
     DEEPSEEK_RANDOM,
     DEMO,
+    EAGLE,
     GEMMA_DEMO,
     RANDOM,
     TRAINED,
@@ -136,6 +137,29 @@ def test_random_heads(name, sampling):
         assert mx.random.state[0].tolist() == state
         stats = got[-1].spec
         assert stats.drafted > stats.accepted > TOKENS // 5
+
+
+@pytest.mark.parametrize(
+    ("sampling", "depth"), [("greedy", 1), ("greedy", 8), ("top-p", 3), ("frequency", 5)]
+)
+def test_eagle3(sampling, depth):
+    """A head that proposes tokens of a reduced vocabulary."""
+    p = pair(EAGLE)
+    expected, state = stock(EAGLE, sampling, FEWER_TOKENS)
+    got = run(
+        mlx_spec.stream_generate,
+        p,
+        sampling,
+        FEWER_TOKENS,
+        draft_model=p.drafter,
+        num_draft_tokens=depth,
+    )
+    assert_identical(got, expected)
+    assert mx.random.state[0].tolist() == state
+    stats = got[-1].spec
+    assert stats.kind == "eagle3"
+    assert stats.drafted > stats.accepted > 0
+    assert stats.rounds + stats.accepted == FEWER_TOKENS
 
 
 RING = 1e-3  # past the window, one token of stock sums its rows in another order

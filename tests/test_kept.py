@@ -21,6 +21,7 @@ import mlx_spec
 from models import (
     DEEPSEEK,
     DEMO,
+    EAGLE,
     GEMMA_DEMO,
     GEMMA_TRAINED,
     TRAINED,
@@ -127,7 +128,7 @@ def assert_as_fresh(name, caches, history, prompt, max_tokens=12):
 # Turn after turn
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *GEMMA_TRAINED, DEEPSEEK, DEMO, GEMMA_DEMO])
+@pytest.mark.parametrize("name", [*TRAINED, *GEMMA_TRAINED, DEEPSEEK, EAGLE, DEMO, GEMMA_DEMO])
 def test_three_turns(name):
     """The last one goes on with the model's own next token, which is all of its prompt."""
     caches, history = kept_cache(name)

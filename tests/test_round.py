@@ -23,6 +23,7 @@ from mlx_spec.stats import SpecStats
 from models import (
     DEEPSEEK,
     DEMOS,
+    EAGLE,
     GEMMA_RANDOM,
     GEMMA_TRAINED,
     RANDOM,
@@ -55,6 +56,7 @@ class PlainRun:
 
     def __init__(self, p, text):
         self.p = p
+        self.target = p.drafter.view(p.target)
         self.text = text
         self.caches = in_time_order(make_prompt_cache(p.model))
         self.draft_caches = p.drafter.make_cache()
@@ -63,7 +65,7 @@ class PlainRun:
     def upto(self, tokens):
         """Caches after `tokens` tokens, and the drafter's after the pairs with tokens known."""
         while self.fed < tokens:
-            hidden, _ = self.p.target(mx.array([[self.text[self.fed]]]), self.caches)
+            hidden, _ = self.target(mx.array([[self.text[self.fed]]]), self.caches)
             self.fed += 1
             if self.fed < len(self.text):
                 following = mx.array([self.text[self.fed]])
@@ -86,6 +88,8 @@ ALL = [*RANDOM, *TRAINED, *DEMOS, *GEMMA_RANDOM, *GEMMA_TRAINED]
     [
         *((name, depth) for name in ALL for depth in (1, 2, 5)),
         (DEEPSEEK, 3),
+        (EAGLE, 2),
+        (EAGLE, 5),
         ("glm4-moe", 2),
         ("mimo", 3),
     ],
@@ -161,9 +165,16 @@ def assert_goes_on(p, cache, text, fed):
     assert [t for t, _ in more] == text[fed + 1 : fed + 9]
 
 
-@pytest.mark.parametrize("sampler", [None, make_sampler(0.8, top_p=0.9)])
-@pytest.mark.parametrize("yields", [1, 2, 3, 4, 5, 8, 13])
-@BOTH
+TOP_P = make_sampler(0.8, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "yields", "sampler"),
+    [
+        *itertools.product([NAME, GEMMA], [1, 2, 3, 4, 5, 8, 13], [None, TOP_P]),
+        *zip(itertools.repeat(EAGLE), [1, 4, 5, 8], [None, None, TOP_P, TOP_P]),
+    ],
+)
 def test_closed_after_any_token_it_leaves_what_stock_leaves(name, yields, sampler):
     p = pair(name)
     mx.random.seed(3)
@@ -269,6 +280,11 @@ PLACES = {
         "update of a window": "mlx_spec.sliding_window.SlidingWindow.update_and_fetch",
         "commit of rows": "mlx_spec.rollback.AppendedRows.commit",
         "launch": "mlx_spec.round.Request.launch",
+    },
+    EAGLE: {
+        "layer of the target": "mlx_lm.models.llama.TransformerBlock.__call__",
+        "drafter forward": "mlx_spec.drafters.eagle3.Eagle3.__call__",
+        "commit of rows": "mlx_spec.rollback.AppendedRows.commit",
     },
 }
 
@@ -389,6 +405,8 @@ class Counts:
     [
         *itertools.product([*TRAINED, *GEMMA_TRAINED], (1, 3, 5), ("greedy", "stock")),
         (DEEPSEEK, 3, "greedy"),
+        (EAGLE, 3, "greedy"),
+        (EAGLE, 5, "stock"),
     ],
 )
 def test_one_target_forward_and_one_host_read_a_round(name, depth, law, monkeypatch):

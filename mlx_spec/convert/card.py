@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from mlx_spec.convert.quantize import describe
 
 CARD = "README.md"
+EAGLE3 = "draft_vocab_size"  # a field that only such heads have
 TAGS = ["mlx", "draft-model", "speculative-decoding"]
 LICENCE = ("license", "license_name", "license_link")
 # Where huggingface_hub keeps what it has downloaded.
@@ -54,6 +55,8 @@ def make_card(config: dict[str, Any], source_card: dict[str, Any]) -> str:
         **licence,
     )
     kind = "Assistant" if "assistant" in config["model_type"] else "NextN (MTP) head"
+    if EAGLE3 in config:
+        kind = "EAGLE-3 head"
     rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(config))
     text = TEXT.format(
         title=f"{kind} of {base}" if base else kind, model=base or "that model", rows=rows
@@ -81,12 +84,14 @@ def _base_model(record: dict[str, Any], source_card: dict[str, Any]) -> str | No
 
 
 def _facts(config: dict[str, Any]) -> list[tuple[str, str]]:
-    record, text = config["mlx_spec"], config["text_config"]
+    record, text = config["mlx_spec"], config.get("text_config") or config
     quantization = config.get("quantization")
     bits = describe(quantization) if quantization else "not quantised"
+    kind = "eagle3" if EAGLE3 in config else config["model_type"]
+    proposed = f", of which {config[EAGLE3]} are proposed" if EAGLE3 in config else ""
     facts = [
-        ("drafter", f"{config['model_type']}, {len(record['sha256'])} tensors, {bits}"),
-        ("vocabulary", f"{text['vocab_size']} tokens"),
+        ("drafter", f"{kind}, {len(record['sha256'])} tensors, {bits}"),
+        ("vocabulary", f"{text['vocab_size']} tokens{proposed}"),
     ]
     if record.get("revision"):
         facts.insert(0, ("converted from", f"{record['source']}, revision {record['revision']}"))

@@ -28,6 +28,13 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
+PICKLE = (
+    "{path} holds its weights as {file}, a pickle, which may run any code when it is read and is "
+    "not read here: write safetensors beside it with Python, torch and safetensors, "
+    "`save_file(torch.load('{file}', map_location='cpu', weights_only=True), "
+    "'model.safetensors')`, and give that directory"
+)
+
 MAX_JSON_BYTES = MAX_HEADER_BYTES
 MAX_TENSOR_BYTES = 2**36
 
@@ -291,7 +298,10 @@ class Checkpoint:
             for name in self.header(file).tensors:
                 self._shards.setdefault(name, []).append(file)
         if not listed and not stray:
-            others = [name for name in self._present if name.endswith((".gguf", ".bin", ".npz"))]
+            pickles = [name for name in self._present if name.endswith((".bin", ".pt", ".pth"))]
+            if pickles:
+                raise CheckpointError(PICKLE.format(path=self.path, file=pickles[0]))
+            others = [name for name in self._present if name.endswith((".gguf", ".npz"))]
             found = f" (but {others[0]}, which is not supported)" if others else ""
             raise CheckpointError(
                 f"{self.path} holds no safetensors{found}: "

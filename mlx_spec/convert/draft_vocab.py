@@ -124,16 +124,25 @@ def likeliest(calibration: Calibration, size: int) -> np.ndarray:
     return np.sort(np.concatenate([ends, others[: size - len(ends)]])).astype(np.int32)
 
 
-def restrict(head: Head, size: int, calibration: Calibration) -> Head:
-    """The same drafter, which proposes so many tokens only.
-
-    Raises: Incompatible for one whose output is restricted already, BadArguments for the size.
-    """
+def check_all_tokens(head: Head) -> None:
+    """Raises Incompatible for a drafter whose output is restricted already."""
     if head.config.get("use_ordered_embeddings"):
         raise Incompatible(
             "This assistant looks at the tokens of its likeliest clusters only, so a draft "
             "vocabulary saves nothing; leave --draft-vocab out"
         )
+    if "draft_vocab_size" in head.config:
+        raise Incompatible(
+            "An EAGLE-3 head was trained with a vocabulary of its own; leave --draft-vocab out"
+        )
+
+
+def restrict(head: Head, size: int, calibration: Calibration) -> Head:
+    """The same drafter, which proposes so many tokens only. It is one that `check_all_tokens` lets
+    pass.
+
+    Raises: BadArguments for the size.
+    """
     ids = likeliest(calibration, size)
     counts = calibration.counts[ids].astype(np.int32)
     record = {

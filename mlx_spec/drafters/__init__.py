@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlx_spec.candidates import Proposal
 from mlx_spec.drafters.text import Text
+from mlx_spec.targets.target import Target
 
 # (what is proposed, the drafts before it, each (1,)) -> the drafted token (1,)
 Pick = Callable[[Proposal, list[mx.array]], mx.array]
@@ -28,6 +29,10 @@ class Drafter(Protocol):
     learns: bool  # whether `extend` does anything, so that it has to see the prompt
     needs_hidden: bool = True
     most: int = 8  # drafts in a round at automatic depth, unless the caller says otherwise
+
+    def view(self, target: Target) -> Target:
+        """The target as the loop is to run it: one that gives the hidden states it needs."""
+        return target
 
     def make_cache(self) -> list[Any]:
         """Empty caches for one request, of mlx-lm's own classes; none for a drafter that only

@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_spec.drafters import Drafter, Pick
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.drafters.text import Text
+from mlx_spec.targets.target import Target
 
 
 class Combined(Drafter):
@@ -27,6 +28,9 @@ class Combined(Drafter):
 
     def caches_of_parts(self, caches: list[Any]) -> list[list[Any]]:
         return [caches[:1], caches[1:]]
+
+    def view(self, target: Target) -> Target:
+        return self.drafter.view(target)
 
     def make_cache(self) -> list[Any]:
         return self.lookup.make_cache() + self.drafter.make_cache()

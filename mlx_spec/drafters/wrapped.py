@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.drafters import Drafter
+from mlx_spec.targets.target import Target
 
 
 class Wrapped(Drafter):
@@ -17,6 +18,9 @@ class Wrapped(Drafter):
         self.learns = inner.learns
         self.needs_hidden = inner.needs_hidden
         self.most = inner.most
+
+    def view(self, target: Target) -> Target:
+        return self.inner.view(target)
 
     def make_cache(self) -> list[Any]:
         return self.inner.make_cache()
