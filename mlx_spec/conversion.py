@@ -173,7 +173,7 @@ def convert(
     if draft_vocab is not None:
         vocabulary.check_all_tokens(head)
         text = vocabulary.read_text(
-            (model or checkpoint).directory,
+            (model or checkpoint).tokenizer_folder,
             vocabulary.vocab_size_of(head),
             calibrate,
         )
@@ -191,7 +191,7 @@ def convert(
         probed.check()
 
     config = write_drafter(
-        head, out, _tokenizer_folder(checkpoint.directory, model), check if probe else None
+        head, out, _tokenizer_folder(checkpoint, model), check if probe else None
     )
     savings = None
     if "draft_vocab" in config["mlx_spec"]:
@@ -229,10 +229,9 @@ def _check_holds_target(checkpoint: Checkpoint) -> None:
         )
 
 
-def _tokenizer_folder(source: Path, model: Checkpoint | None) -> Path | None:
+def _tokenizer_folder(source: Checkpoint, model: Checkpoint | None) -> Path | None:
     """Where tokenizer files are: beside the head, else with the target."""
-    folders = [source.parent if source.is_file() else source]
-    folders += [model.directory] if model else []
+    folders = [used.tokenizer_folder for used in (source, model) if used is not None]
     return next((folder for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 

@@ -66,7 +66,7 @@ def checked_fit(drafter: Checkpoint, model: Checkpoint, allow_mismatch: bool) ->
 def check_fit(drafter: Checkpoint, model: Checkpoint) -> Fit:
     """Compares architecture, sizes, vocabulary, rope, tokenizer and fingerprint."""
     family = family_of(drafter)
-    tokenizers = compare_tokenizers(drafter.directory, model.directory)
+    tokenizers = compare_tokenizers(drafter.tokenizer_folder, model.directory)
     doubts = [tokenizers.detail] if tokenizers.verdict == "differs" else []
     if faults := misfits(family, drafter, model):
         return Fit(model.path, tuple(faults), tuple(doubts), tokenizers, None)

@@ -15,6 +15,7 @@ from checkpoints import (
     expected,
     load,
     reference,
+    rename_token,
     rounded,
     save,
     to_mlx_layout,
@@ -233,6 +234,20 @@ def test_a_file_of_its_own_with_a_config_beside_it_or_from_the_target(tmp_path):
     assert bytes_of(file.parent / "MTP") == bytes_of(tmp_path / "original")
     assert (file.parent / "MTP" / "tokenizer.json").is_file()
     assert "fingerprint" not in config_of(file.parent / "MTP")["mlx_spec"]
+
+    convert(file, tmp_path / "reduced", draft_vocab=99)  # by the tokenizer beside it
+    assert config_of(tmp_path / "reduced")["mlx_spec"]["draft_vocab"]["size"] == 99
+    rename_token(file.parent, "$", "another")
+    with pytest.raises(Incompatible, match=r"is 'another' in the drafter's tokenizer"):
+        convert(file, tmp_path / "other", reference("qwen3-5"))
+
+
+def test_a_directory_of_gguf_files_alone(tmp_path):
+    shutil.copyfile(reference("qwen3-5") / "config.json", tmp_path / "config.json")
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "head.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"\(but head.gguf\): give that file itself"):
+        convert(tmp_path, tmp_path / "out")
 
 
 # Packed trunks, heads in other clothes

@@ -124,7 +124,7 @@ class Checkpoint:
 
     Attributes:
         path: the directory, or ORG/REPO of the hub.
-        directory: where the configuration and the tokenizer are.
+        directory: where the configuration and the tokenizer are; or the file, if it is a single one.
         revision: the commit of the hub, if it is one.
         config: its config.json.
         names: every tensor's name.
@@ -166,6 +166,11 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         return sorted(self._shards)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where a tokenizer would be: of a single file, beside it."""
+        return self.directory.parent if self.directory.is_file() else self.directory
 
     def section(self, name: str) -> dict[str, Any]:
         """An object inside config.json, empty if it is not there."""
@@ -299,14 +304,13 @@ class Checkpoint:
                 self._shards.setdefault(name, []).append(file)
         if not listed and not stray:
             pickles = [name for name in self._present if name.endswith((".bin", ".pt", ".pth"))]
-            if pickles:
+            gguf = [name for name in self._present if name.endswith(".gguf")]
+            if pickles and not gguf:
                 raise CheckpointError(PICKLE.format(path=self.path, file=pickles[0]))
-            others = [name for name in self._present if name.endswith((".gguf", ".npz"))]
-            found = f" (but {others[0]}, which is not supported)" if others else ""
-            raise CheckpointError(
-                f"{self.path} holds no safetensors{found}: "
-                "give a directory in the layout of Hugging Face"
-            )
+            found, instead = "", "give a directory in the layout of Hugging Face"
+            if gguf:
+                found, instead = f" (but {gguf[0]})", "give that file itself, downloaded"
+            raise CheckpointError(f"{self.path} holds no safetensors{found}: {instead}")
 
     def _open(self, file: str) -> Header:
         if file not in self._present:
