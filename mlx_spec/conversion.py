@@ -39,6 +39,7 @@ class Report:
             they never are.
         unused: tensors of the head that nothing uses.
         quantization: the `quantization` block of config.json, if any.
+        fingerprint: whether that of its model is recorded.
         pairing: what was found of the drafter and the target that was given; None without one.
         target: the model that was written, too; None if it was not.
         draft_vocab: what a reduced draft vocabulary saves and costs; None without one.
@@ -54,6 +55,7 @@ class Report:
     norm_evidence: str | None
     unused: tuple[str, ...]
     quantization: dict[str, Any] | None
+    fingerprint: bool
     pairing: str | None
     target: Path | None
     draft_vocab: vocabulary.Savings | None = None
@@ -63,15 +65,20 @@ class Report:
         """Lines for people."""
         packed = f", {describe(self.quantization)}" if self.quantization else ""
         norms = f"; norms by {self.norm_evidence}" if self.norm_evidence else ""
-        model = [f"Wrote {self.target}: the model, by mlx_lm"] if self.target else []
         lines = [
             f"Wrote {self.out}: {self.tensors} tensors, {self.parameters / 1e6:.2f} M parameters"
-            f"{packed}",
-            f"Read {self.bytes_read / 1e6:.2f} of {self.source_bytes / 1e6:.2f} MB{norms}",
-            *model,
+            f"{packed}"
         ]
+        if self.target:
+            lines.append(f"Wrote {self.target}: the model, by mlx_lm")
+        lines.append(f"Read {_part(self.bytes_read, self.source_bytes)}{norms}")
         if self.pairing:
             lines.append(self.pairing)
+        if not self.fingerprint:
+            lines.append(
+                "No fingerprint of its model is recorded"
+                + (", as its norms could not be read" if self.pairing else "; --target gives one")
+            )
         if self.unused:
             lines.append(f"Not used: {', '.join(self.unused)}")
         if self.draft_vocab is not None:
@@ -213,6 +220,7 @@ def convert(
         norm_evidence=config["mlx_spec"].get("norm_evidence"),
         unused=head.provenance.unused,
         quantization=config.get("quantization"),
+        fingerprint="fingerprint" in config["mlx_spec"],
         pairing=fit.sentence if fit else None,
         target=with_target,
         draft_vocab=savings,
@@ -237,5 +245,6 @@ def _tokenizer_folder(source: Checkpoint, model: Checkpoint | None) -> Path | No
 
 def _part(part_bytes: int, all_bytes: int) -> str:
     """For example "0.85 of 55.6 GB"."""
-    unit, name = (1e9, "GB") if all_bytes >= 1e9 else (1e6, "MB")
-    return f"{part_bytes / unit:.2f} of {all_bytes / unit:.1f} {name}"
+    if all_bytes < 1e9:
+        return f"{part_bytes / 1e6:.2f} of {all_bytes / 1e6:.2f} MB"
+    return f"{part_bytes / 1e9:.2f} of {all_bytes / 1e9:.1f} GB"

@@ -1,5 +1,6 @@
 """What can go wrong, each in one sentence that says what is wrong and what to do."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,10 @@ class SpecError(Exception):
 
 class CheckpointError(SpecError):
     """A checkpoint that cannot be read, or does not hold what its files promise."""
+
+
+class NoParts(CheckpointError):
+    """A server that sends no parts of a file, all of which is too much."""
 
 
 class NoDrafter(SpecError):
@@ -68,12 +73,14 @@ class PortInUse(SpecError):
 
 
 def one_line(error: BaseException) -> str:
-    """What the error says, for people."""
+    """What the error says, for people: without what addresses may hold of passwords and
+    signatures."""
     if isinstance(error, LocalEntryNotFoundError):
         return "The model is not here, and the Hugging Face hub could not be reached for it."
     text = str(error)
     if isinstance(error, HfHubHTTPError):
         text = text.splitlines()[0]
+    text = re.sub(r"(https?://)(?:[^/\s'@]*@)?([^?\s']*)(?:\?[^\s']*)?", r"\1\2", text)
     return " ".join(text.split()) or type(error).__name__
 
 

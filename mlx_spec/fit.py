@@ -45,8 +45,9 @@ class Fit:
         """For a pair without faults."""
         if self.doubts:
             return f"Does not quite fit {self.model}: {'; '.join(self.doubts)}"
-        relation = f"; {self.relation.detail}" if self.relation else ""
-        return f"Fits {self.model}; {self.tokenizers.detail}{relation}"
+        unknown = "no fingerprint tells whether the drafter belongs to this very model"
+        relation = self.relation.detail if self.relation else unknown
+        return f"Fits {self.model}; {self.tokenizers.detail}; {relation}"
 
 
 def checked_fit(drafter: Checkpoint, model: Checkpoint, allow_mismatch: bool) -> Fit:

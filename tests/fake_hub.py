@@ -48,6 +48,7 @@ class FakeHub:
         weights_commit: what it says the weights are of.
         faults: what is to go wrong.
         endpoint: the value for HF_ENDPOINT.
+        signature: what is added to addresses of its storage.
         sent: bytes of bodies that were sent, by name of file.
         asked: (server, method, file, Range, Authorization) of each request for a file.
     """
@@ -59,6 +60,7 @@ class FakeHub:
     faults: list[Fault] = field(default_factory=list)
     endpoint: str = ""
     storage: str = ""
+    signature: str = ""
     sent: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[str, str, str, str | None, str | None]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -168,7 +170,8 @@ def _handler(hub: FakeHub, server: str) -> type[BaseHTTPRequestHandler]:
                     headers["X-Linked-Etag"] = f'"{sha256(file, file.stat().st_mtime_ns)}"'
                     headers["X-Linked-Size"] = str(size)
             if server == "hub" and file.suffix == ".safetensors":
-                return self.send(302, b"", headers | {"Location": hub.storage + self.path})
+                place = hub.storage + self.path + hub.signature
+                return self.send(302, b"", headers | {"Location": place})
             self.send_file(file, size, headers)
 
         def send_file(self, file: Path, size: int, headers: dict[str, str]) -> None:

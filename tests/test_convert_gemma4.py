@@ -40,6 +40,7 @@ from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 from mlx_spec.load import build_head, load_drafter
 from mlx_spec.targets import target_for
 
+UNKNOWN = "no fingerprint tells whether the drafter belongs to this very model"
 DENSE, E2B = "gemma4-dense-assistant", "gemma4-e2b-assistant"
 ORDERING, CENTROIDS = "masked_embedding.token_ordering", "masked_embedding.centroids.weight"
 
@@ -528,7 +529,7 @@ def test_a_downloaded_assistant_is_never_replaced(block, tmp_path):
 def test_it_fits_its_model(name, tmp_path):
     model = reference(name.removesuffix("-assistant"))
     report = convert(reference(name), tmp_path / "out", target=model)
-    assert report.pairing == f"Fits {model}; the same tokenizer"
+    assert report.pairing == f"Fits {model}; the same tokenizer; {UNKNOWN}"
     assert report.pairing in report.as_text()
 
 
@@ -600,7 +601,7 @@ def test_the_same_tokens_in_another_file(couple, tmp_path):
     file = assistant / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
     report = convert(assistant, tmp_path / "out", target=model)
-    assert report.pairing == f"Fits {model}; the same tokens in both tokenizers"
+    assert report.pairing == f"Fits {model}; the same tokens in both tokenizers; {UNKNOWN}"
 
 
 def test_the_first_token_that_differs_is_named(couple, tmp_path):
@@ -630,7 +631,7 @@ def test_without_a_tokenizer_it_is_not_compared(missing, couple, tmp_path):
     (couple[missing] / "tokenizer.json").unlink()
     report = convert(couple[0], tmp_path / "out", target=couple[1])
     assert report.pairing == (
-        f"Fits {couple[1]}; {couple[missing]} has no tokenizer.json to compare"
+        f"Fits {couple[1]}; {couple[missing]} has no tokenizer.json to compare; {UNKNOWN}"
     )
 
 

@@ -17,7 +17,9 @@ from checkpoints import (
     load,
     read_file,
     reference,
+    save_grouped,
     save_sharded,
+    split_trunk_and_head,
     weights_of,
 )
 from click.testing import CliRunner
@@ -27,7 +29,7 @@ from mlx_spec.cli import cli
 from mlx_spec.conversion import convert
 from mlx_spec.convert import download, hub, ranges
 from mlx_spec.convert.staging import Piece, Staging
-from mlx_spec.errors import CheckpointError, Incompatible, SpecError
+from mlx_spec.errors import CheckpointError, Incompatible, SpecError, one_line
 from mlx_spec.load import find_drafter
 
 DEMO = Path(__file__).parent.parent / "models" / "tiny-qwen3.5-nextn"
@@ -166,7 +168,7 @@ def test_the_command_says_how_much_was_fetched(tmp_path, serve):
     )
     assert result.exit_code == 0, result.output
     whole = (DEMO / FILE).stat().st_size
-    said = f"Fetched {state.weights_sent / 1e6:.2f} of {whole / 1e6:.1f} MB"
+    said = f"Fetched {state.weights_sent / 1e6:.2f} of {whole / 1e6:.2f} MB"
     assert said in result.output
 
 
@@ -321,6 +323,36 @@ def test_a_server_without_ranges_that_would_have_to_send_too_much(tmp_path, serv
     with pytest.raises(CheckpointError, match="The server gives no parts of files, and only"):
         convert(f"org/{HEAD}", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_server_without_ranges_and_a_head_in_a_file_of_its_own(tmp_path, serve):
+    """The model's norms are not worth all of their file, so that there is no fingerprint."""
+    source = load(HEAD)
+    path = save_grouped(source, tmp_path / "split", split_trunk_and_head(source))
+    state = serve(path, ranges=False)
+    text = convert("org/split", tmp_path / "there").as_text().splitlines()
+    assert "No fingerprint of its model is recorded; --target gives one" in text
+    convert(path, tmp_path / "here")
+    assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
+    assert "fingerprint" not in config_of(tmp_path / "there")["mlx_spec"]
+    report = convert("org/split", tmp_path / "there", target="org/split")
+    assert report.pairing.endswith(
+        "; no fingerprint tells whether the drafter belongs to this very model"
+    )
+    assert ", as its norms could not be read" in report.as_text()
+    whole = {f for _, method, f, r, _ in state.asked if method == "GET" and r is None}
+    assert "model-00001-of-00002.safetensors" not in whole  # that of the trunk
+
+
+def test_messages_hold_no_secrets_of_addresses(tmp_path, serve, waits):
+    """Storage is asked at signed addresses, a mirror perhaps with a password."""
+    serve(reference(HEAD), faults=[Fault(FILE, status=500, times=99)], signature="?X-Signature=1")
+    with pytest.raises(CheckpointError, match=r"did not give org/qwen3-5.* '500 ") as caught:
+        convert(f"org/{HEAD}", tmp_path / "out")
+    assert "127.0.0.1" in str(caught.value)
+    assert "Signature" not in str(caught.value)
+    error = OSError("no https://me:word@mirror.org:80/a/b?c=d&e=f nor http://me@x")
+    assert one_line(error) == "no https://mirror.org:80/a/b nor http://x"
 
 
 def test_ranges_that_are_ignored_later(tmp_path, serve, monkeypatch):

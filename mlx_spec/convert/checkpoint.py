@@ -124,7 +124,7 @@ class Checkpoint:
 
     Attributes:
         path: the directory, or ORG/REPO of the hub.
-        directory: where the configuration and the tokenizer are; or the file, if it is a single one.
+        directory: where the configuration and the tokenizer are; or a single file.
         revision: the commit of the hub, if it is one.
         config: its config.json.
         names: every tensor's name.

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from mlx_spec.errors import CheckpointError
+from mlx_spec.errors import CheckpointError, NoParts
 
 ATTEMPTS = 6  # in a row without a byte
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
@@ -154,7 +154,7 @@ class Downloads:
             return 0
         self.ranges_ignored.add(file.name)
         if begin > MAX_SKIP_BYTES:
-            raise CheckpointError(
+            raise NoParts(
                 f"The server ignores that only a part of {file.name} was asked for: "
                 "use another mirror, or download the repository and give its directory"
             )

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.norms import norm_convention
-from mlx_spec.errors import CheckpointError
+from mlx_spec.errors import CheckpointError, NoParts
 
 NORM = re.compile(
     r"^((model|language_model)\.)+"
@@ -87,8 +87,8 @@ class Relation:
 
 
 def fingerprint_of(checkpoint: Checkpoint, minus_one: bool) -> Fingerprint | None:
-    """The fingerprint of the model in a checkpoint; None if its norms are not there, or nothing
-    tells how they are stored.
+    """The fingerprint of the model in a checkpoint; None if its norms are not there or would have
+    to be fetched with all of their files, or nothing tells how they are stored.
 
     Args:
         minus_one: whether files of the family may store norms minus one.
@@ -96,7 +96,11 @@ def fingerprint_of(checkpoint: Checkpoint, minus_one: bool) -> Fingerprint | Non
     Raises:
         CheckpointError: a file is damaged.
     """
-    chosen = norms_of(checkpoint)
+    try:
+        chosen = norms_of(checkpoint)
+        checkpoint.prepare(chosen.values())
+    except NoParts:
+        return None
     if not chosen:
         return None
     folded = not minus_one
@@ -106,7 +110,6 @@ def fingerprint_of(checkpoint: Checkpoint, minus_one: bool) -> Fingerprint | Non
             folded = norm_convention(checkpoint, files)[0] == "folded"
         except CheckpointError:
             return None
-    checkpoint.prepare(chosen.values())
 
     def read(name: str) -> mx.array:
         value = checkpoint.read(name).astype(mx.float32)

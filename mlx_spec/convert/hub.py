@@ -33,7 +33,7 @@ from mlx_spec.convert.download import Downloads, RemoteFile
 from mlx_spec.convert.ranges import Range, coalesce, split, total_bytes
 from mlx_spec.convert.staging import Piece, Staging, sha256_of
 from mlx_spec.convert.write import TOKENIZER
-from mlx_spec.errors import CheckpointError, one_line
+from mlx_spec.errors import CheckpointError, NoParts, one_line
 
 SMALL = [CONFIG, INDEX, CARD, *TOKENIZER]
 MODEL = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]  # no code
@@ -246,7 +246,7 @@ class Repository:
     def _fetch_whole(self, file: RemoteFile, wanted_bytes: int) -> None:
         """A file of a server that knows no ranges."""
         if file.size_bytes > MAX_EXCESS * wanted_bytes:
-            raise CheckpointError(
+            raise NoParts(
                 f"The server gives no parts of files, and only {_amount(wanted_bytes)} of the "
                 f"{_amount(file.size_bytes)} of {self.name}/{file.name} are needed: use another "
                 "mirror, or download the repository and give its directory"
