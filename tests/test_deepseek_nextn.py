@@ -5,7 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import config_of, decode, load, reference, rounded, save, weights_of
+from checkpoints import config_of, decode, load, reference, rounded, save, save_grouped, weights_of
 from mlx.utils import tree_flatten
 
 import mlx_spec
@@ -252,6 +252,27 @@ def test_without_copies_the_model_has_them(tmp_path):
         del source.tensors[f"{LAYER}{matrix}.weight"]
     head = read_head(Checkpoint.open(save(source, tmp_path / "without")))
     assert head.weights.keys() == expected_weights("glm4-moe").keys()
+
+
+def test_copies_are_kept_where_the_model_is_not_here(tmp_path):
+    """Of a large repository only the last shard may have been downloaded."""
+    source = load("glm4-moe")
+    head = [name for name in source.tensors if LAYER in name]
+    trunk = [name for name in source.tensors if LAYER not in name]
+    path = save_grouped(source, tmp_path / "part", [trunk, head])
+    (path / "model-00001-of-00002.safetensors").unlink()
+    weights = read_head(Checkpoint.open(path)).weights
+    copies = {"embed_tokens.weight", "lm_head.weight"}
+    assert weights.keys() == expected_weights("glm4-moe").keys() | copies
+    np.testing.assert_array_equal(
+        weights["lm_head.weight"].astype(mx.float32), decode(source.tensors["lm_head.weight"])
+    )
+
+
+def test_gguf_files_of_other_models_than_qwens_are_refused(tmp_path):
+    (tmp_path / "head.gguf").write_bytes(b"GGUF")
+    with pytest.raises(Incompatible, match="for a glm4_moe model, as of GGUF files only Qwen's"):
+        convert(tmp_path / "head.gguf", tmp_path / "out", reference("glm4-moe"))
 
 
 def test_layers_with_different_matrices_are_refused(tmp_path):

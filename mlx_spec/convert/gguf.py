@@ -17,8 +17,9 @@ import numpy as np
 
 from mlx_spec.convert.checkpoint import CONFIG, Checkpoint
 from mlx_spec.convert.header import render_header
+from mlx_spec.convert.qwen_nextn import TARGET_TYPES
 from mlx_spec.convert.ranges import Range
-from mlx_spec.errors import CheckpointError, NoDrafter, SpecError
+from mlx_spec.errors import CheckpointError, Incompatible, NoDrafter, SpecError
 
 TENSORS = "tensors.safetensors"
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -63,9 +64,15 @@ def open_gguf(path: Path, config: dict[str, Any], dtype: mx.Dtype | None = None)
 
     Raises:
         NoDrafter: the file holds no head.
+        Incompatible: the model is not one of Qwen's.
         CheckpointError: it is damaged, or packed in a way that is not supported.
         SpecError: the gguf package is not installed.
     """
+    if (model_type := config.get("model_type")) not in TARGET_TYPES:
+        raise Incompatible(
+            f"{path} cannot be read for a {model_type} model, as of GGUF files only Qwen's heads "
+            "are known: convert from the original repository"
+        )
     record = {"norm_convention": "folded", "norm_evidence": "GGUF has the one folded in"}
     return GgufCheckpoint(path, GgufFiles(path, config | {"mlx_spec": record}, dtype))
 
