@@ -131,8 +131,8 @@ def speculative_generate_step(
         target,
         draft_model,
         law,
-        in_time_order(own),
-        in_time_order(draft_caches),
+        own,
+        draft_caches,
         depths_for(options, model, draft_model),
         prompt.astype(mx.uint32),
         KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
@@ -140,6 +140,8 @@ def speculative_generate_step(
     )
     progress = prompt_progress_callback or (lambda done, total: None)
     try:
+        in_time_order(own)
+        in_time_order(draft_caches)
         with mx.stream(stream):
             request.prefill(prefill_step_size, progress)
         with closing(speculate(request, stream, max_tokens, stats)) as tokens:
