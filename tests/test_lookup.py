@@ -131,7 +131,7 @@ def test_text_under_the_law_seed_does_not_depend_on_the_depth():
 
 
 def test_under_the_law_ratio_a_draft_is_accepted_as_often_as_it_is_likely():
-    """1,500 rounds of two certain drafts; the tokens have the target's distribution, and the second
+    """800 rounds of two certain drafts; the tokens have the target's distribution, and the second
     row the one after the first draft."""
     p = mx.array([[0.5, 0.2, 0.15, 0.1, 0.05], [0.05, 0.1, 0.25, 0.3, 0.3], [0.2] * 5])
     logits, draft = mx.log(p)[None], (0, 3)
@@ -139,7 +139,7 @@ def test_under_the_law_ratio_a_draft_is_accepted_as_often_as_it_is_likely():
     law = make_law(make_sampler(1.0), None, mx.array([1]), "ratio")
     assert isinstance(law, Ratio)
     rows = []
-    for _ in range(1500):
+    for _ in range(800):
         law.begin(2)
         drafts = []
         for token in draft:
@@ -150,7 +150,7 @@ def test_under_the_law_ratio_a_draft_is_accepted_as_often_as_it_is_likely():
     drawn = np.array(mx.stack(rows))
     for row in range(3):
         frequencies = np.bincount(drawn[:, row], minlength=5) / len(drawn)
-        np.testing.assert_allclose(frequencies, p[row], atol=0.04)
+        np.testing.assert_allclose(frequencies, p[row], atol=0.05)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7])
