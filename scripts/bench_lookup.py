@@ -75,9 +75,10 @@ HEADER = """# Lookup with SmolLM2-135M
 Made by `python scripts/bench_lookup.py DIRECTORY --repeats 1`, with the model that
 `scripts/fetch_smollm2.py DIRECTORY` takes out of a package of PyPI: greedy, float32, on Linux with
 OpenBLAS on one thread. Two edits of a file and two answers that repeat a document, both with the
-beginning of the answer given, as a model of this size would wander off; and free prose. Stock's time
-over auto's is of computing (the time of the process), so that other programs do not count; automatic
-depth itself goes by the clock. On a GPU a further row costs another share of a step: measure there.
+beginning of the answer given, as a model of this size would wander off; and free prose. Stock's
+time over auto's is of computing (the time of the process), so that other programs do not count;
+automatic depth itself goes by the clock. On a GPU a further row costs another share of a step:
+measure there.
 """
 
 

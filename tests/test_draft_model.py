@@ -28,7 +28,7 @@ from models import checkpoint_path, pair
 
 QWEN = "qwen3-5-trained"  # recurrent layers
 GEMMA = "gemma4-dense-trained"  # windows of 8 tokens
-TOKENS = 40
+TOKENS = 30
 
 
 def model_of(name):
@@ -64,16 +64,15 @@ class Checked(Wrapped):
         return drafts
 
 
-@pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize(
-    ("target", "draft"),
+    ("target", "draft", "depth"),
     [
-        (LLAMA, QWEN),
-        (QWEN, LLAMA),
-        (LLAMA, GEMMA),
-        (GEMMA, QWEN),
-        ("gemma3_text", "qwen3"),
-        ("qwen3", "gemma3_text"),
+        (LLAMA, QWEN, 4),
+        (QWEN, LLAMA, 1),
+        (LLAMA, GEMMA, 3),
+        (GEMMA, QWEN, 1),
+        ("gemma3_text", "qwen3", 4),
+        ("qwen3", "gemma3_text", 4),
     ],
 )
 def test_the_text_is_stocks_and_proposals_are_the_draft_models_own(target, draft, depth):
@@ -106,7 +105,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(name):
         stats=stats,
     )
     assert [token for token, *_ in steps] == plain(name)
-    assert stats.accepted >= stats.drafted - 1 > 25
+    assert stats.accepted >= stats.drafted - 1 > 18
     assert stats.unprimed == 0
 
 

@@ -69,7 +69,7 @@ def stream(name, prompt, depth=4, drafter=None, **options):
 # The same text
 
 
-@pytest.mark.parametrize("depth", [1, 4, 16])
+@pytest.mark.parametrize("depth", [3, 16])
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_text_is_stocks(name, depth):
     prompt, expected = plain_text(name)
@@ -273,11 +273,11 @@ def pair_of(name):
     return pair(name) if name in (QWEN, GEMMA) else Tiny(name)
 
 
-@pytest.mark.parametrize(("shift", "drafted"), [(0, range(120, 250)), (1, range(1, 40))])
+@pytest.mark.parametrize(("shift", "drafted"), [(0, range(60, 150)), (1, range(1, 40))])
 def test_wrong_proposals_are_parked_and_right_ones_are_not(shift, drafted, monkeypatch):
     """By the clock of the model: a round takes 1 s and 0.2 s for each draft."""
     clock = Clock(monkeypatch)
-    name, tokens = "qwen3", 250
+    name, tokens = "qwen3", 150
     prompt = prompt_of(name)
     lookup = Knowing(prompt + plain(name, prompt, tokens + 20), shift)
     stats = SpecStats()
@@ -340,7 +340,7 @@ def holds(name, cache, fed, text):
     assert_same_caches(cache, expected, RING if windowed else 0)
 
 
-@pytest.mark.parametrize("yields", [1, 2, 5, 11, 23])
+@pytest.mark.parametrize("yields", [1, 5, 23])
 @pytest.mark.parametrize("name", ALL)
 def test_closed_after_any_token_caches_and_text_hold_what_was_yielded(name, yields):
     prompt, expected = plain_text(name)
