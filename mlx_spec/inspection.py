@@ -62,7 +62,7 @@ class DrafterFacts:
         ordered_embedding: whether it looks at likely clusters of tokens only, instead of all of
             the vocabulary; None for a family that never does.
         query_position: the position that its queries have; None for a family without a choice.
-        layer_ids: what the model's layers are listed by; None for a family that looks at none.
+        layer_ids: what the model's layers are listed by; None where it has no such list.
         draft_vocab: how many tokens it may propose; None for all of them.
     """
 

@@ -225,7 +225,7 @@ def drafter_path(draft_model: str) -> Path:
     if not draft_model:
         raise CheckpointError("The name of the drafter is empty; give a directory or ORG/REPO.")
     try:
-        return local_path(draft_model, local_files_only=False)
+        path = local_path(draft_model, local_files_only=False)
     except GatedRepoError as error:
         raise CheckpointError(
             f"The Hugging Face hub does not let you download the drafter {draft_model}; accept its "
@@ -241,6 +241,12 @@ def drafter_path(draft_model: str) -> Path:
             f"The drafter {draft_model} does not exist here, and the Hugging Face hub could not be "
             "reached for it; give a directory, or try again with a network."
         ) from error
+    if not Path(draft_model).exists() and not any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"The drafter {draft_model} has no safetensors; what it has instead, and what to do, "
+            f"is what `mlx-spec convert --from {draft_model} --to DIR` says."
+        )
+    return path
 
 
 def check_repository_name(name: str) -> None:

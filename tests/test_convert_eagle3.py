@@ -1,5 +1,6 @@
 """EAGLE-3 heads: from checkpoints to drafter directories, what is refused, and finding them."""
 
+import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -26,7 +27,7 @@ from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.eagle3 import as_offsets, has_head
 from mlx_spec.errors import CheckpointError, Incompatible
 from mlx_spec.inspection import inspect_path
-from mlx_spec.load import find_drafter, load_drafter
+from mlx_spec.load import drafter_path, find_drafter, load_drafter
 from mlx_spec.probe import probe
 from mlx_spec.targets import target_for
 from models import EAGLE, EAGLE_HEAD, dump, pair
@@ -63,7 +64,6 @@ def test_the_config_is_flat(tmp_path):
         "source": str(reference(SPECULATORS)),
         "revision": None,
         "norm_convention": "plain",
-        "layer_ids": "input",
     }
     assert config == {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -89,6 +89,7 @@ def test_the_config_is_flat(tmp_path):
 def test_converting_again_changes_nothing(name, tmp_path):
     source = load(name)
     source.config["mlx_spec"] = {"layer_ids": "output"}
+    source.config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]
     convert(save(source, tmp_path / "model"), tmp_path / "once", quantize=True, q_bits=4)
     convert(tmp_path / "once", tmp_path / "twice")
     assert weights_of(tmp_path / "once") == weights_of(tmp_path / "twice")
@@ -238,7 +239,14 @@ def with_bool_norm(source):
         ),
         (changed(SPECULATORS, eagle_aux_hidden_state_layer_ids=["a"]), "its list of layers"),
         ((without_size, SPECULATORS), "lacks hidden_size"),
-        (changed(SPECULATORS, mlx_spec={"layer_ids": "x"}), "layer_ids .* must be one of"),
+        (
+            changed(
+                SPECULATORS,
+                eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+                mlx_spec={"layer_ids": "x"},
+            ),
+            "layer_ids .* must be one of",
+        ),
     ],
 )
 def test_what_is_refused(change, words, tmp_path):
@@ -260,6 +268,14 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path):
         CheckpointError, match=r"pytorch_model.bin, a pickle.*save_file\(torch.load"
     ):
         convert(tmp_path / "model", tmp_path / "out")
+
+
+def test_a_repository_of_pickles(tmp_path, monkeypatch):
+    """Pickles are not downloaded, so that nothing is there to be named."""
+    loading = importlib.import_module("mlx_spec.load")
+    monkeypatch.setattr(loading, "local_path", lambda *_, **__: tmp_path)
+    with pytest.raises(CheckpointError, match=r"some/head has no safetensors; .* --from some/head"):
+        drafter_path("some/head")
 
 
 def test_what_it_does_not_need_is_listed(tmp_path):
@@ -356,6 +372,7 @@ def test_inspect(beside):
     assert facts.why == "the drafter fits this model"
     assert (facts.drafter.kind, facts.drafter.layers) == ("eagle3", 1)
     assert "draft vocabulary 320" in facts.as_text()
+    assert "layers listed" not in facts.as_text()
     alone = inspect_path(str(reference(SPECULATORS)))
     assert alone.verdict == "unverified"
     assert alone.drafter.kind == "eagle3"

@@ -375,11 +375,11 @@ def test_layers_that_are_called_in_another_way():
         TappedTarget(target_for(Model()), (0,)).feature_size  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", TRAINED[0]])
 def test_other_targets(name):
     """The text is stock's, with proposals that are often right, and with the head's own, alone
-    and beside lookup."""
-    model = tiny(name)
+    and beside lookup. The last model has a recurrence and a head of its own, too."""
+    model = pair(name).model if name in TRAINED else tiny(name)
     prompt = [3, 8, 21, 40, 8, 21, 3, 9, 33, 12, 8, 21]
     tokenizer = pair(EAGLE).tokenizer
 
@@ -388,7 +388,9 @@ def test_other_targets(name):
 
     expected = [r.token for r in tokens_of(mlx_lm.stream_generate)]
     drafter = Eagle3Drafter(head_for(model), target_for(model))
-    scripted = ScriptedDrafter(drafter, often_right(prompt + expected, 64))
+    scripted = ScriptedDrafter(
+        drafter, often_right(prompt + expected, drafter.head.args.vocab_size)
+    )
     for drafts in (scripted, drafter, Combined(Lookup(2), drafter)):
         got = tokens_of(mlx_spec.stream_generate, draft_model=drafts, num_draft_tokens=3)
         assert [r.token for r in got] == expected

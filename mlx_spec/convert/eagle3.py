@@ -145,11 +145,10 @@ def _drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:
         "model_type": "llama",
         "num_hidden_layers": 1,
         "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
-        "mlx_spec": {
-            "norm_convention": "plain",
-            "layer_ids": meaning_of_layer_ids(checkpoint.config),
-        },
+        "mlx_spec": {"norm_convention": "plain"},
     }
+    if layer_ids(config):
+        config["mlx_spec"]["layer_ids"] = meaning_of_layer_ids(checkpoint.config)
     return config
 
 
