@@ -230,7 +230,7 @@ def with_bool_norm(source):
         (changed(EAGLE_HEAD, draft_vocab_size=300), r"shape \(320, 128\) and not \(300, 128\)"),
         (changed(EAGLE_HEAD, hidden_size="128"), "hidden_size .* is '128' and not a number"),
         (changed(EAGLE_HEAD, hidden_act="gelu"), "its activation is 'gelu'"),
-        (changed(EAGLE_HEAD, fc_norm=True), "not supported: fc_norm is set"),
+        (changed(EAGLE_HEAD, fc_norm=True), "lacks 3 tensors of its EAGLE-3 head: fc_norm.0"),
         (changed(EAGLE_HEAD, num_hidden_layers=2), "it has 2 layers, and not one"),
         (changed(EAGLE_HEAD, model_type="qwen3"), "its layer is a qwen3 layer"),
         (

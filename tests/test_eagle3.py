@@ -169,6 +169,8 @@ def numpy_row(w, config, e, a):
         return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
 
     a = rms(a, "input_norm") if config.get("norm_before_fc") else a
+    if config.get("fc_norm"):
+        a = np.concatenate([rms(part, f"fc_norm.{i}") for i, part in enumerate(np.split(a, 3))])
     g, at = linear(a, "fc"), "layers.0."
     f = rms(g, f"{at}hidden_norm")
     v = linear(np.concatenate([rms(e, f"{at}input_layernorm"), f]), f"{at}self_attn.v_proj")
@@ -188,6 +190,7 @@ def numpy_row(w, config, e, a):
         {},
         {"norm_before_residual": True, "attention_bias": True},
         {"norm_before_fc": True, "norm_output": True},
+        {"norm_before_fc": True, "fc_norm": True},
         {"num_aux_hidden_states": 2},
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]},
     ],
@@ -203,6 +206,29 @@ def test_every_flag_against_numpy(flags):
     weights = {k: np.array(v) for k, v in nn.utils.tree_flatten(head.parameters())}
     for ours, theirs in zip(got, numpy_row(weights, config, np.array(e), np.array(a)), strict=True):
         np.testing.assert_allclose(ours[0, 0], theirs, atol=1e-5)
+
+
+def test_older_names_of_flags():
+    nvidia = ModelArgs.from_config(CONFIG | {"eagle_config": {"norm_before_fc": True}}, ())
+    assert (nvidia.norm_before_fc, nvidia.fc_norm) == (True, False)
+    assert ModelArgs.from_config(CONFIG | {"use_aux_norm": True}, ()).fc_norm
+
+
+def test_a_head_with_a_sliding_window():
+    """Rows further away are not seen, whether they come at once or one at a time."""
+    config = CONFIG | {"sliding_window": 3, "layer_types": ["sliding_attention"]}
+    head = random_head(config)
+    e, f = mx.random.normal((1, 6, 16)), mx.random.normal((1, 6, 16))
+    cache, single = Eagle3Drafter.make_cache(None)[0], Eagle3Drafter.make_cache(None)[0]
+    rows, _ = head(e, f, cache)
+    alone = [head(e[:, i : i + 1], f[:, i : i + 1], single)[0] for i in range(6)]
+    np.testing.assert_allclose(rows, mx.concatenate(alone, axis=1), atol=1e-5)
+    cut, _ = head(e[:, 3:], f[:, 3:], Eagle3Drafter.make_cache(None)[0])
+    np.testing.assert_allclose(rows[:, 5], cut[:, 2], atol=1e-5)
+    whole = random_head(CONFIG | {"sliding_window": 3, "layer_types": ["full_attention"]})
+    everything, _ = whole(e, f, Eagle3Drafter.make_cache(None)[0])
+    np.testing.assert_allclose(everything[:, :3], rows[:, :3], atol=1e-5)
+    assert np.abs(np.array(everything[:, 5] - rows[:, 5])).max() > 1e-3
 
 
 def test_rotary_embeddings_are_those_of_the_head():

@@ -34,9 +34,7 @@ REQUIRED = (
     "rms_norm_eps",
     "vocab_size",
 )
-NUMBERS = (*REQUIRED, "head_dim", "draft_vocab_size", "target_hidden_size")
-# Norms of the features, layer by layer, that are not implemented.
-UNSUPPORTED = ("fc_norm", "use_aux_norm")
+NUMBERS = (*REQUIRED, "head_dim", "draft_vocab_size", "target_hidden_size", "sliding_window")
 LAYOUT = ("transformer_layer_config", "speculators_config", "auto_map")
 
 INCOMPLETE = ("EAGLE-3 head", "download it again from the original repository")
@@ -166,7 +164,7 @@ def _check_config(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
                 f"{field} in config.json of {checkpoint.path} is {value!r} and not a number: "
                 "download it from the original repository"
             )
-    faults = [f"{name} is set" for name in UNSUPPORTED if config.get(name)]
+    faults = []
     if (kind := config.get("model_type", "llama")) != "llama":
         faults.append(f"its layer is a {kind} layer, and not a llama layer")
     if (layers := config.get("num_hidden_layers", 1)) != 1:

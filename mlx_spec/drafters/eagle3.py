@@ -38,11 +38,14 @@ class ModelArgs(llama.ModelArgs):
     """A layer of Llama's kind; see `from_config` for what is added to it."""
 
     draft_vocab_size: int = 0
-    feature_size: int = 0
+    features: int = 3  # how many layers of the target they come from
+    feature_size: int = 0  # of all of them
+    window: int | None = None  # of attention, in tokens
     layer_ids: tuple[int, ...] | None = None
     layer_ids_are: LayerIds = "input"
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
     norm_output: bool = False
     reduced: bool = False
     dedicated_embedding: bool = False
@@ -59,8 +62,14 @@ class ModelArgs(llama.ModelArgs):
             values["rope_scaling"] = rope
         ids = layer_ids(config)
         count = len(ids) if ids else config.get("num_aux_hidden_states") or 3
+        nested = config.get("eagle_config") or {}
+        sliding = (config.get("layer_types") or [None])[0] == "sliding_attention"
         values |= {
             "layer_types": None,
+            "features": count,
+            "window": config["sliding_window"] if sliding else None,
+            "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
+            "fc_norm": config.get("fc_norm", config.get("use_aux_norm", False)),
             "feature_size": count * (config.get("target_hidden_size") or config["hidden_size"]),
             "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
             "layer_ids": ids,
@@ -111,6 +120,7 @@ class Layer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.norm_before_residual = args.norm_before_residual
+        self.window = args.window
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.self_attn = Attention(args)
@@ -121,7 +131,8 @@ class Layer(nn.Module):
         f = self.hidden_norm(features)
         x = mx.concatenate([self.input_layernorm(embeddings), f], axis=-1)  # (1, T, 2H)
         y = f if self.norm_before_residual else features
-        y = y + self.self_attn(x, create_attention_mask(x, cache), cache)
+        mask = create_attention_mask(x, cache, window_size=self.window)
+        y = y + self.self_attn(x, mask, cache)
         return y + self.mlp(self.post_attention_layernorm(y))
 
 
@@ -131,6 +142,9 @@ class Eagle3(nn.Module):
         self.args = args
         if args.norm_before_fc:
             self.input_norm = nn.RMSNorm(args.feature_size, eps=args.rms_norm_eps)
+        if args.fc_norm:
+            size = args.feature_size // args.features
+            self.fc_norm = [nn.RMSNorm(size, eps=args.rms_norm_eps) for _ in range(args.features)]
         self.fc = nn.Linear(args.feature_size, args.hidden_size, bias=False)
         self.layers = [Layer(args)]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
@@ -144,7 +158,13 @@ class Eagle3(nn.Module):
 
     def combine(self, features: mx.array) -> mx.array:
         """Of the target: (1, T, K * H) -> (1, T, H)."""
-        return self.fc(self.input_norm(features) if self.args.norm_before_fc else features)
+        if self.args.norm_before_fc:
+            features = self.input_norm(features)
+        if self.args.fc_norm:
+            parts = mx.split(features, self.args.features, axis=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = mx.concatenate(normed, axis=-1)
+        return self.fc(features)
 
     def __call__(
         self, embeddings: mx.array, features: mx.array, cache: KVCache
