@@ -23,6 +23,7 @@ from mlx_spec.drafters.gemma4_assistant import (
     ModelArgs,
     misfits,
 )
+from mlx_spec.drafters.wrapped import Wrapped
 from mlx_spec.errors import CheckpointError, Incompatible
 from mlx_spec.round import speculate
 from mlx_spec.sliding_window import in_time_order
@@ -236,10 +237,7 @@ def test_the_text_that_transformers_generates(name):
     assert reference.get("assisted", reference["greedy"])[0].tolist() == text
     positions = []
 
-    class Watched:
-        def __getattr__(self, attribute):
-            return getattr(p.drafter, attribute)
-
+    class Watched(Wrapped):
         def draft(self, *args):
             positions.append(p.target.shared_kv(args[-1]).length)
             return p.drafter.draft(*args)
@@ -249,7 +247,7 @@ def test_the_text_that_transformers_generates(name):
         p.tokenizer,
         p.prompt,
         max_tokens=len(text) - len(p.prompt),
-        draft_model=Watched(),
+        draft_model=Watched(p.drafter),
         num_draft_tokens=3,
     )
     responses = list(got)

@@ -109,7 +109,12 @@ class Gemma4Assistant(nn.Module):
             self.draft_vocab = DraftVocab(args.draft_vocab)
 
     def __call__(
-        self, embedding: mx.array, hidden: mx.array, kv: SharedKV, position: int
+        self,
+        embedding: mx.array,
+        hidden: mx.array,
+        kv: SharedKV,
+        position: int,
+        logits: Callable[[mx.array], mx.array | Candidates] | None = None,
     ) -> tuple[mx.array | Candidates, mx.array]:
         """One draft.
 
@@ -118,18 +123,13 @@ class Gemma4Assistant(nn.Module):
             hidden: (1, 1, H) the target's, or the second result of the draft before.
             kv: the target's keys and values.
             position: of the query.
+            logits: what makes them of y (1, H_a). Default: the method, for all of them.
 
         Returns: logits (1, V) or of the candidates, and the hidden state for the next draft.
         """
-        y = self.states(embedding, hidden, kv, position)
-        return self.logits(y[0]), self.post_projection(y)
-
-    def states(
-        self, embedding: mx.array, hidden: mx.array, kv: SharedKV, position: int
-    ) -> mx.array:
-        """Arguments as above; (1, 1, H_a), what logits are computed from."""
         u = self.pre_projection(mx.concatenate([embedding, hidden], axis=-1))
-        return self.model(u, kv, position)
+        y = self.model(u, kv, position)  # (1, 1, H_a)
+        return (logits or self.logits)(y[0]), self.post_projection(y)
 
     def logits(self, y: mx.array) -> mx.array | Candidates:
         """y (1, H_a)."""
@@ -202,10 +202,9 @@ class AssistantDrafter(Drafter):
         newest, h = tokens[-1:], hidden[:, -1:]
         drafts: list[mx.array] = []
         while len(drafts) < n:
-            y = self.head.states(self.embed(newest[None]), h, kv, position)
-            newest = pick(self.logits(y[0]), drafts)
+            logits, h = self.head(self.embed(newest[None]), h, kv, position, self.logits)
+            newest = pick(logits, drafts)
             drafts.append(newest)
-            h = self.head.post_projection(y)
         return drafts
 
 
