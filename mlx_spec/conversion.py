@@ -15,7 +15,7 @@ from mlx_spec.convert.sources import open_source
 from mlx_spec.convert.target import check_target_out, write_target
 from mlx_spec.convert.tokenizer import FILE as TOKENIZER
 from mlx_spec.convert.write import check_out, write_drafter
-from mlx_spec.errors import BadArguments, Incompatible, SpecError
+from mlx_spec.errors import BadArguments, Incompatible
 from mlx_spec.families import family_of, family_of_drafter
 from mlx_spec.fit import checked_fit, with_fingerprint
 from mlx_spec.probe import Probe, parse_bits, probe_directory
@@ -127,7 +127,8 @@ def convert(
         quantize: pack the matrices.
         q_bits, q_group_size, q_mode: as `quantize_head`. Default: 8 bits, affine.
         dtype: "float16", "bfloat16" or "float32". Default: as in the source, fp8 as bfloat16.
-        with_target: directory to write for the model in `source`, as mlx_lm.convert does.
+        with_target: directory to write for the model in `source`, as mlx_lm.convert does. It is
+            what the drafter is probed with, unless `target` is given.
         target_q_bits: bits per weight of that model. Default: not quantised.
         draft_vocab: let the drafter propose so many tokens only, the likeliest ones. Default: all.
         calibrate: the text that says which these are, a file. Default: "builtin", texts that come
@@ -146,14 +147,18 @@ def convert(
     """
     out = Path(out).expanduser()
     if dtype is not None and dtype not in DTYPES:
-        raise SpecError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise BadArguments(f"There is no dtype {dtype!r}; choose from {', '.join(DTYPES)}.")
     if not quantize and (q_bits, q_group_size, q_mode) != (None, None, None):
-        raise SpecError("how to quantise was given without asking to quantise: do both or neither")
+        raise BadArguments("How to quantise was given without asking for it; give -q, too.")
+    if target_q_bits is not None and with_target is None:
+        raise BadArguments(
+            "--target-q-bits is for the model itself; say with --with-target where to write it."
+        )
     if upload is not None and not is_repository_name(upload):
-        raise SpecError(f"{upload!r} cannot be a repository: give ORG/REPO to upload to")
+        raise BadArguments(f"{upload!r} cannot be a repository; give ORG/REPO to upload to.")
     bits = parse_bits(probe_bits)
     probe = probe or bool(bits)
-    if probe and target is None:
+    if probe and target is None and with_target is None:
         raise BadArguments("A probe needs the model that the drafter is for; give --target, too.")
     if calibrate is not None and draft_vocab is None:
         raise BadArguments("--calibrate chooses a draft vocabulary; give --draft-vocab, too.")
@@ -166,15 +171,12 @@ def convert(
         with_target = Path(with_target).expanduser()
         check_target_out(with_target, out, checkpoint.directory)
         _check_holds_target(checkpoint)
-        if family.has_head(checkpoint):
-            checkpoint.files.fetch_all()
-    elif target_q_bits is not None:
-        raise SpecError(
-            "bits of the model were given without a place to write it: do both or neither"
-        )
     fit = None
-    if model is not None and family.has_head(checkpoint):
-        fit = checked_fit(checkpoint, model, allow_mismatch)
+    if family.has_head(checkpoint):  # else `read_head` says what is missing
+        if model is not None:
+            fit = checked_fit(checkpoint, model, allow_mismatch)
+        if with_target is not None:
+            checkpoint.files.fetch_all()
     head = with_fingerprint(family.read_head(checkpoint, mlx_dtype), checkpoint, model)
     parameters = sum(parameter.size for parameter in head.weights.parameters.values())
     if draft_vocab is not None:
@@ -189,11 +191,16 @@ def convert(
     if quantize:
         module = family.build(head.config, head.weights)
         head = quantize_head(head, module, q_bits, q_group_size, q_mode or "affine")
+    if with_target is not None:
+        write_target(checkpoint.directory, with_target, target_q_bits, dtype)
+        model = model or open_model(with_target)  # to probe the drafter with
     probed: Probe | None = None
+    bytes_read = None
 
     def check(directory: Path) -> None:
-        nonlocal probed
+        nonlocal probed, bytes_read
         assert model is not None
+        bytes_read = checkpoint.bytes_read  # once, and again for other forms
         probed = probe_directory(directory, model, whole, bits, q_group_size)
         probed.check()
 
@@ -203,8 +210,6 @@ def convert(
     savings = None
     if "draft_vocab" in config["mlx_spec"]:
         savings = vocabulary.savings(head, model or checkpoint)
-    if with_target is not None:
-        write_target(checkpoint.directory, with_target, target_q_bits, dtype)
     for used in (checkpoint, model):
         if used is not None:
             used.files.release()
@@ -214,7 +219,7 @@ def convert(
         out=out,
         tensors=len(config["mlx_spec"]["sha256"]),
         parameters=parameters,
-        bytes_read=checkpoint.bytes_read,
+        bytes_read=checkpoint.bytes_read if bytes_read is None else bytes_read,
         source_bytes=checkpoint.source_bytes,
         fetched_bytes=checkpoint.files.fetched_bytes,
         norm_evidence=config["mlx_spec"].get("norm_evidence"),

@@ -91,7 +91,8 @@ def fingerprint_in(checkpoint: Checkpoint, family: Family) -> Fingerprint | None
 
 def with_fingerprint(head: Head, source: Checkpoint, model: Checkpoint | None) -> Head:
     """The same head with a record of the model that it belongs to, which is the target if the
-    source does not tell; and of a target that is another one, which was allowed."""
+    source does not tell; of a target that is another one, which was allowed; and of the target's
+    repository, if it is on the hub."""
     own = fingerprint_in(source, family_of(source))
     theirs = model_fingerprint(model)() if model else None
     allowed = source.section("mlx_spec").get("allowed_target")
@@ -102,6 +103,11 @@ def with_fingerprint(head: Head, source: Checkpoint, model: Checkpoint | None) -
         record["fingerprint"] = fingerprint.as_record()
     if allowed is not None:
         record["allowed_target"] = allowed
+    target = source.section("mlx_spec").get("target")
+    if model is not None:
+        target = str(model.path) if model.revision else None
+    if target is not None:
+        record["target"] = target
     return replace(head, config=head.config | {"mlx_spec": record})
 
 

@@ -273,7 +273,10 @@ def inspect_path(
         if probe or bits:
             forms = precisions(head, bits, None, target)
             probed = probe_drafter(model, load_tokenizer(path), drafter, forms)
-            probed.check()
+            if probed.verdict == "does not work":
+                raise Incompatible(
+                    f"The drafter does not work with this model; likely cause: {probed.cause}."
+                )
     except NoDrafter as error:
         return conclude("no-drafter", str(error))
     except Incompatible as error:

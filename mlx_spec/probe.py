@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_spec.bench.prompts import encode, read_class
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.head import Head
+from mlx_spec.convert.hub import explained
 from mlx_spec.convert.quantize import quantize_head
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import BadArguments, Incompatible, NotEngaged
@@ -33,6 +34,7 @@ MAX_TOKENS = 64  # of each text
 MAX_PROMPT_TOKENS = 512
 FLOOR = 0.3  # of the first drafts are right, or it does not work
 GOOD = 0.5  # below, a cause is looked for
+FEWEST = 10  # first drafts that were right, to judge second ones by
 GAIN = 0.1  # of the first drafts, by which undoing a mistake must help
 HOLDS = 0.98  # of the tokens a round without quantisation
 WHOLE = "not quantised"
@@ -57,6 +59,13 @@ class Trial:
     def first(self) -> float:
         """The share of first drafts that were accepted."""
         return self.by_position[0]
+
+    @property
+    def second(self) -> float | None:
+        """The share of second drafts that were accepted, of those whose first one was; None where
+        these are too few."""
+        right, *others = self.stats.accepted_by_position
+        return others[0] / right if others and right >= FEWEST else None
 
     @property
     def tokens_per_round(self) -> float:
@@ -97,8 +106,8 @@ class Probe:
 
     Attributes:
         trial: of the drafter as it is.
-        precisions: of the same drafter with so many bits, and before them without quantisation if
-            it is quantised; empty if that was not asked for.
+        precisions: of the same drafter without quantisation, if it is quantised, then with numbers
+            of bits that were asked for.
         causes: what was tried to explain a low acceptance, those that help first, the best of
             them at the very beginning; empty if it is not low.
     """
@@ -109,8 +118,13 @@ class Probe:
 
     @property
     def verdict(self) -> Verdict:
-        first = self.trial.first
-        return "works" if first >= GOOD else "weak" if first >= FLOOR else "does not work"
+        if self.trial.first < FLOOR:
+            return "does not work"
+        return "weak" if self.trial.first < GOOD or self._only_first else "works"
+
+    @property
+    def _only_first(self) -> bool:
+        return self.trial.second is not None and self.trial.second < FLOOR
 
     @property
     def cause(self) -> str | None:
@@ -148,7 +162,13 @@ class Probe:
         text = f"{right} of {offered} first drafts were right ({self.trial.first:.2f}"
         if self.verdict == "does not work":
             text += f", and the floor is {FLOOR:.2f}"
-        return f"{text})" + (f"; {self.explanation}" if self.causes else "")
+        text += ")"
+        if self._only_first:
+            text += (
+                f", but only {self.trial.second:.2f} of the second ones after them: it drafts one "
+                "token well, so that more than one a round are hardly worth it"
+            )
+        return text + (f"; {self.explanation}" if self.causes else "")
 
     def check(self) -> None:
         """Raises Incompatible where the drafter does not work."""
@@ -174,16 +194,16 @@ class Probe:
         return "\n".join(lines + self.advice())
 
     def advice(self) -> list[str]:
-        """A sentence on each number of bits."""
-        packed = [trial for trial in self.precisions if trial.form != WHOLE]
-        whole = next((trial for trial in self.precisions if trial.form == WHOLE), self.trial)
-        best = whole.tokens_per_round
+        """A line on each quantised form."""
+        whole = next((trial for trial in self.precisions if trial.form == WHOLE), None)
+        packed = [trial for trial in self.precisions if trial is not whole]
+        best = (whole or self.trial).tokens_per_round
         return [
-            f"{trial.form} hold: {trial.tokens_per_round:.2f} of {best:.2f} tokens a round."
+            f"{trial.form}: holds, {trial.tokens_per_round:.2f} of {best:.2f} tokens a round"
             if trial.tokens_per_round >= HOLDS * best
-            else f"{trial.form} lose: {trial.tokens_per_round:.2f} of {best:.2f} tokens a round; "
-            "take more."
-            for trial in packed
+            else f"{trial.form}: loses, {trial.tokens_per_round:.2f} of {best:.2f} tokens a round; "
+            "take more bits"
+            for trial in ([self.trial] if whole else []) + packed
         ]
 
 
@@ -250,13 +270,18 @@ def probe_directory(
 
     Args:
         model: a directory, or on the hub, from where it is downloaded.
-        head: what the drafter was made from, not quantised, if any `bits` are to be tried, too.
+        head: what the drafter was made from, which is tried, too, if it was quantised, and with
+            each of `bits`.
+
+    Raises: CheckpointError where the model cannot be had; else as `load` and `probe`.
     """
-    loaded, tokenizer = load(str(model.path), revision=model.revision, draft_model=None)
+    with explained(str(model.path)):
+        loaded, tokenizer = load(str(model.path), revision=model.revision, draft_model=None)
     target = target_for(loaded)
     drafter = load_drafter(path, target)
     quantised = bool(Checkpoint.open(path).section("quantization"))
-    forms = precisions(head, bits, group_size, target, whole=quantised)
+    made_smaller = quantised and "quantization" not in head.config
+    forms = precisions(head, bits, group_size, target, whole=made_smaller)
     return probe(loaded, tokenizer, drafter, forms)
 
 
@@ -264,12 +289,12 @@ def precisions(
     head: Head, bits: Sequence[int], group_size: int | None, target: Target, whole: bool = False
 ) -> Iterator[tuple[str, Drafter]]:
     """A drafter with so many bits, each with its name, made when it is asked for; with `whole`
-    first without quantisation. Nothing without any bits.
+    first without quantisation.
 
     Raises: SpecError for a head that is quantised already, or bits that do not exist.
     """
     family = family_of_head(head)
-    if bits and whole:
+    if whole:
         yield WHOLE, family.drafter(build_head(head), target)
     for count in sorted(set(bits), reverse=True):
         module = family.build(head.config, head.weights)

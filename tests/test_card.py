@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 from checkpoints import config_of, load, reference, save, weights_of
 from click.testing import CliRunner
+from fake_hub import fake_hub
 from huggingface_hub import ModelCard
 
 from mlx_spec.cli import cli
@@ -79,6 +80,33 @@ def test_the_same_head_has_the_same_card_and_is_replaced_with_it(drafter, tmp_pa
     convert(reference("qwen3-5"), tmp_path / "out", quantize=True)
     convert(reference("qwen3-5"), tmp_path / "out", quantize=True)
     assert (tmp_path / "out" / "README.md").read_bytes() == (drafter / "README.md").read_bytes()
+
+
+def test_an_assistant_is_for_its_model_and_a_drafter_stays_of_its_origin(tmp_path):
+    """Not for the assistant's own repository, which is only where it comes from."""
+    name, source = "gemma4-dense-assistant", {"source": "a/assistant", "revision": "1" * 40}
+    with fake_hub({"org/gemma4-dense": reference("gemma4-dense")}) as endpoint:
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+            patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+            convert(reference(name), tmp_path / "first", "org/gemma4-dense")
+    card = ModelCard.load(tmp_path / "first" / "README.md")
+    assert card.data.base_model == "org/gemma4-dense"
+    assert "# Assistant of org/gemma4-dense\n" in card.text
+    assert "without org/gemma4-dense, which" in card.text
+
+    config = config_of(tmp_path / "first")
+    config["mlx_spec"] |= source
+    (tmp_path / "first" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "first", tmp_path / "second", quantize=True)
+    record = config_of(tmp_path / "second")["mlx_spec"]
+    assert {key: record[key] for key in source} == source
+    card = ModelCard.load(tmp_path / "second" / "README.md")
+    assert card.data.base_model == "a/assistant"
+    assert "# Assistant of org/gemma4-dense\n" in card.text
+    assert f"| converted from | a/assistant, revision {'1' * 40} |" in card.text
 
 
 # Uploading

@@ -828,7 +828,7 @@ def test_has_head(tmp_path):
     ("options", "words"),
     [
         ({"dtype": "int8"}, "dtype 'int8'"),
-        ({"q_bits": 4}, "without asking to quantise"),
+        ({"q_bits": 4}, "without asking for it"),
         ({"quantize": True, "q_bits": 7}, "7 bits"),
         ({"quantize": True, "q_bits": 0}, "0 bits"),
         ({"quantize": True, "q_group_size": 48}, "groups of 48"),

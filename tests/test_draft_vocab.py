@@ -1,5 +1,6 @@
 """The reduced draft vocabulary: which tokens, what it costs, and that the text stays the same."""
 
+import json
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mlx_spec.bench.prompts import CLASSES, read_class
 from mlx_spec.bench.result import Row
 from mlx_spec.candidates import Candidates
 from mlx_spec.conversion import convert
-from mlx_spec.convert.draft_vocab import Calibration, likeliest
+from mlx_spec.convert.draft_vocab import Calibration, likeliest, read_text
 from mlx_spec.drafters.draft_vocab import rows_of
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible
 from mlx_spec.generate import stream_generate
@@ -36,22 +37,42 @@ PACKED = ("weight", "scales", "biases")
 # which tokens
 
 
-def calibration(counts, ends=()):
-    return Calibration("a.txt", np.array(counts), np.array([0]), frozenset(ends))
+def calibration(counts, always=()):
+    return Calibration("a.txt", np.array(counts), np.array([0]), frozenset(always))
+
+
+def test_tokens_of_chats_are_always_among_them(tmp_path):
+    """Those that the template writes, which plain text never has; not what is held in reserve."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(QWEN / name, tmp_path / name)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    for number, text in enumerate(("<think>", "<unused0>", "</think>"), start=2048):
+        entry = tokenizer["added_tokens"][0] | {"id": number, "content": text, "special": False}
+        tokenizer["added_tokens"].append(entry)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["added_tokens_decoder"]  # else it decides which there are
+    settings["chat_template"] += "<think>\n\n</think>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    names = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
+    thought = {names["<think>"], names["</think>"]}
+    chat = {names[text] for text in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")}
+    assert read_text(tmp_path, 2051, None).always == chat | thought
+    assert read_text(tmp_path, 2048, None).always == chat  # the model has no more rows
 
 
 @pytest.mark.parametrize(
-    ("counts", "ends", "size", "ids"),
+    ("counts", "always", "size", "ids"),
     [
         ([0, 5, 2, 2, 9], [], 2, [1, 4]),
         ([0, 5, 2, 2, 9], [], 3, [1, 2, 4]),  # of two equal ones the lower
-        ([0, 5, 2, 2, 9], [3], 3, [1, 3, 4]),  # an end of text always
+        ([0, 5, 2, 2, 9], [3], 3, [1, 3, 4]),  # an end of text, for example, always
         ([0, 0, 0, 0, 1], [], 3, [0, 1, 4]),  # then what was never seen
         ([7, 0, 0, 0, 1], [2, 3], 3, [0, 2, 3]),
     ],
 )
-def test_the_likeliest_tokens(counts, ends, size, ids):
-    assert likeliest(calibration(counts, ends), size).tolist() == ids
+def test_the_likeliest_tokens(counts, always, size, ids):
+    assert likeliest(calibration(counts, always), size).tolist() == ids
 
 
 @pytest.mark.parametrize("size", [-1, 0, 2, 5, 6])
@@ -92,11 +113,12 @@ def test_what_is_written(restricted):
     assert ids.shape == counts.shape == (SIZE,)
     assert (np.diff(ids) > 0).all()
     assert counts.tolist() == [counted[token] for token in ids]
-    ends = set(stock_load(str(QWEN))[1].eos_token_ids)
-    assert ends
-    assert ends <= set(ids.tolist())
+    tokenizer = stock_load(str(QWEN))[1]
+    always = {*tokenizer.eos_token_ids, *tokenizer.all_special_ids}
+    assert always
+    assert always <= set(ids.tolist())
     left_out = set(counted) - set(ids.tolist())
-    chosen = set(ids.tolist()) - ends
+    chosen = set(ids.tolist()) - always
     assert 1 < max(counted[t] for t in left_out) <= min(counted[t] for t in chosen)
     coverage = sum(token in set(ids.tolist()) for token in held_out) / len(held_out)
     assert 0.3 < coverage < 1

@@ -212,7 +212,7 @@ def test_fewer_than_eight_bits_are_to_be_probed(options, kind, advised, tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"q_mode": "mxfp4"}, "without asking to quantise"),
+        ({"q_mode": "mxfp4"}, "without asking for it"),
         ({"quantize": True, "q_mode": "int4"}, "mode 'int4' is not one of affine, mxfp4"),
         ({"quantize": True, "q_mode": "mxfp4", "q_bits": 8}, "mxfp4 always has 4 bits .* of 32"),
         ({"quantize": True, "q_mode": "nvfp4", "q_group_size": 32}, "nvfp4 .* in groups of 16"),

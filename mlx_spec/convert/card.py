@@ -45,10 +45,11 @@ def make_card(config: dict[str, Any], source_card: dict[str, Any]) -> str:
         config: the drafter's config.json as written, with its `mlx_spec` block.
         source_card: front matter of the source's card, whose licence holds for the drafter, too.
     """
-    base = _base_model(config["mlx_spec"], source_card)
+    record = config["mlx_spec"]
+    base = _base_model(record, source_card)
     licence = {key: source_card[key] for key in LICENCE if source_card.get(key)}
     data = ModelCardData(
-        base_model=base,
+        base_model=base or record.get("target"),
         library_name="mlx",
         pipeline_tag="text-generation",
         tags=TAGS,
@@ -57,9 +58,11 @@ def make_card(config: dict[str, Any], source_card: dict[str, Any]) -> str:
     kind = "Assistant" if "assistant" in config["model_type"] else "NextN (MTP) head"
     if EAGLE3 in config:
         kind = "EAGLE-3 head"
+    within = kind.startswith("NextN")  # and so from the model's own repository
+    model = (base if within else None) or record.get("target")
     rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(config))
     text = TEXT.format(
-        title=f"{kind} of {base}" if base else kind, model=base or "that model", rows=rows
+        title=f"{kind} of {model}" if model else kind, model=model or "that model", rows=rows
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"))
 

@@ -32,13 +32,14 @@ class Calibration:
         source: "builtin", or the name of a file.
         counts: (V,) how often each token was seen.
         held_out: (T,) the tokens that were not counted.
-        ends: tokens that end a text.
+        always: tokens that are proposed however seldom they were seen: those that end a text, and
+            those that a chat template writes or a tokenizer calls special.
     """
 
     source: str
     counts: np.ndarray
     held_out: np.ndarray
-    ends: frozenset[int]
+    always: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -102,26 +103,35 @@ def read_text(path: Path, vocab_size: int, source: str | None) -> Calibration:
         name,
         np.bincount(np.concatenate(counted), minlength=vocab_size),
         np.concatenate(blocks[HELD_OUT - 1 :: HELD_OUT]),
-        frozenset(tokenizer.eos_token_ids),
+        _always(tokenizer, vocab_size),
     )
 
 
+def _always(tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Not all added tokens, as some tokenizers hold thousands in reserve."""
+    template = str(tokenizer.chat_template or "")
+    added = tokenizer.get_added_vocab().items()
+    written = {number for token, number in added if token in template}
+    found = written | {*tokenizer.eos_token_ids, *tokenizer.all_special_ids}
+    return frozenset(number for number in found if number < vocab_size)
+
+
 def likeliest(calibration: Calibration, size: int) -> np.ndarray:
-    """The ids of so many tokens, ascending: those that end a text, then those that were seen most
-    often; of equally frequent ones the lower ids, which tokenizers gave to what they merged
-    earlier.
+    """The ids of so many tokens, ascending: those that always are among them, then those that were
+    seen most often; of equally frequent ones the lower ids, which tokenizers gave to what they
+    merged earlier.
 
     Raises: BadArguments for a size that leaves nothing out, or no choice.
     """
-    vocab_size, ends = calibration.counts.size, sorted(calibration.ends)
-    if not len(ends) < size < vocab_size:
+    vocab_size, always = calibration.counts.size, sorted(calibration.always)
+    if not len(always) < size < vocab_size:
         raise BadArguments(
             f"A draft vocabulary of {size} tokens is not possible; it must have more than "
-            f"{len(ends)} and fewer than the model's {vocab_size}."
+            f"{len(always)} and fewer than the model's {vocab_size}."
         )
     order = np.argsort(-calibration.counts, kind="stable")
-    others = order[~np.isin(order, ends)]
-    return np.sort(np.concatenate([ends, others[: size - len(ends)]])).astype(np.int32)
+    others = order[~np.isin(order, always)]
+    return np.sort(np.concatenate([always, others[: size - len(always)]])).astype(np.int32)
 
 
 def check_all_tokens(head: Head) -> None:

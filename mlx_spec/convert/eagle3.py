@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_spec.convert import match
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.head import Head, Provenance, check_format_version
+from mlx_spec.convert.head import Head, Provenance, check_format_version, origin
 from mlx_spec.convert.weights import Parameter, Weights, cast
 from mlx_spec.drafters.eagle3 import Eagle3, ModelArgs, layer_ids, meaning_of_layer_ids
 from mlx_spec.errors import CheckpointError, NoDrafter
@@ -79,15 +79,14 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     used = [name for recipe in recipes.values() for name in recipe.sources]
     used += [MASK] if MAPPING in recipes and _has_mask(checkpoint) else []
     checkpoint.prepare(used)
-    origin = Provenance(
-        source=str(checkpoint.path),
-        revision=checkpoint.revision,
+    provenance = Provenance(
+        *origin(checkpoint),
         directory=checkpoint.directory,
         files=tuple(sorted({checkpoint.tensor(name).file for name in used})),
         used=tuple(sorted(used)),
         unused=tuple(sorted(set(checkpoint.names) - set(used))),
     )
-    return Head(config, _weights(checkpoint, recipes, config["vocab_size"], dtype), origin)
+    return Head(config, _weights(checkpoint, recipes, config["vocab_size"], dtype), provenance)
 
 
 def build(config: dict[str, Any], weights: Iterable[str]) -> Eagle3:

@@ -15,7 +15,7 @@ from mlx_lm.models import gemma4, gemma4_text
 
 from mlx_spec.convert import draft_vocab, match
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.head import Head, Provenance, check_format_version
+from mlx_spec.convert.head import Head, Provenance, check_format_version, origin
 from mlx_spec.convert.weights import Parameter, Weights, cast
 from mlx_spec.drafters import gemma4_assistant as drafter
 from mlx_spec.drafters.gemma4_assistant import Gemma4Assistant, ModelArgs
@@ -74,9 +74,8 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     check_format_version(checkpoint)
     config, recipes = _match(checkpoint)
     checkpoint.prepare(recipes)
-    origin = Provenance(
-        source=str(checkpoint.path),
-        revision=checkpoint.revision,
+    provenance = Provenance(
+        *origin(checkpoint),
         directory=checkpoint.directory,
         files=tuple(sorted({checkpoint.tensor(key).file for key in recipes})),
         used=tuple(sorted(recipes)),
@@ -84,7 +83,7 @@ def read_head(checkpoint: Checkpoint, dtype: mx.Dtype | None = None) -> Head:
     )
     weights = _weights(checkpoint, recipes, dtype)
     vocab_size = config["text_config"]["vocab_size"]
-    return Head(config, draft_vocab.checked(weights, checkpoint, vocab_size), origin)
+    return Head(config, draft_vocab.checked(weights, checkpoint, vocab_size), provenance)
 
 
 def _weights(checkpoint: Checkpoint, recipes: match.Recipes, dtype: mx.Dtype | None) -> Weights:

@@ -31,6 +31,16 @@ class Provenance:
     unused: tuple[str, ...]
 
 
+def origin(checkpoint: Checkpoint) -> tuple[str, str | None]:
+    """The `source` and the `revision` of what is read there: of a drafter that was converted from
+    the hub, those that it records."""
+    record = checkpoint.section("mlx_spec")
+    match record.get("source"), record.get("revision"):
+        case str(source), str(revision):
+            return source, revision
+    return str(checkpoint.path), checkpoint.revision
+
+
 @dataclass(frozen=True)
 class Head:
     """A drafter that was read and checked.

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_spec.convert import draft_vocab, fp8, match
 from mlx_spec.convert.checkpoint import Checkpoint
 from mlx_spec.convert.experts import expert_number
-from mlx_spec.convert.head import Provenance
+from mlx_spec.convert.head import Provenance, origin
 from mlx_spec.convert.match import Recipe, Recipes, Shapes
 from mlx_spec.convert.weights import Parameter, Shared, Weights, cast
 from mlx_spec.errors import CheckpointError
@@ -79,8 +79,7 @@ def provenance(
     used = {name for recipe in recipes.values() for name in recipe.sources}
     used |= {scales[name] for name in used if name in scales}
     return Provenance(
-        source=str(checkpoint.path),
-        revision=checkpoint.revision,
+        *origin(checkpoint),
         directory=checkpoint.directory,
         files=tuple(sorted({checkpoint.tensor(name).file for name in used})),
         used=tuple(sorted(used)),

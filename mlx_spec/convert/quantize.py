@@ -44,7 +44,7 @@ def quantize_head(
     Raises:
         SpecError: the head cannot be quantised that way.
     """
-    source = head.provenance.source
+    source = head.provenance.directory
     if "quantization" in head.config:
         raise SpecError(f"{source} is quantised already: convert from the original repository")
     with untouched_generator():  # initial values are not computed, but draw their keys
