@@ -101,7 +101,7 @@ def assert_same_drafter(here, there):
     assert "tokenizer.json" in files_of(there)
     configs = [config_of(path) for path in (here, there)]
     for config in configs:
-        config["mlx_spec"] |= {"source": None, "revision": None}
+        config["mlx_spec"] |= {"source": None, "revision": None, "target": None}
     assert configs[0] == configs[1]
 
 
