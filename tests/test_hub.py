@@ -4,6 +4,7 @@ import json
 import random
 import struct
 import threading
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from mlx_spec.convert import download, hub, ranges
 from mlx_spec.convert.staging import Piece, Staging
 from mlx_spec.errors import CheckpointError, Incompatible, SpecError, one_line
 from mlx_spec.load import find_drafter
+from mlx_spec.probe import probe
 
 DEMO = Path(__file__).parent.parent / "models" / "tiny-qwen3.5-nextn"
 HEAD = "qwen3-5-trained"  # a trunk and a head in one file
@@ -294,7 +296,8 @@ def test_an_interrupted_run_goes_on(tmp_path, serve, waits, own_cache):
         with pytest.raises(CheckpointError, match="try again later; what was fetched is kept"):
             convert("org/qwen3-5-moe", tmp_path / "there")
     assert not (tmp_path / "there").exists()
-    kept = [file for file in staged(own_cache) if not file.name.startswith(".")]
+    kept = staged(own_cache)
+    assert not [file for file in kept if file.name.startswith(".")]  # halves of pieces
     assert sum(file.stat().st_size for file in kept) > 100_000
     assert not {file.suffix for file in staged(own_cache)} & {".json", ".safetensors"}
     kept[0].write_bytes(b"x" * kept[0].stat().st_size)  # a crash may leave anything
@@ -532,6 +535,43 @@ def test_model_and_drafter_in_one_run(tmp_path, serve, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} >= {"Tiny-4bit", "Tiny-MTP"}
     with pytest.raises(SpecError, match="exists: choose another place for the model"):
         convert(reference(HEAD), tmp_path / "again", with_target=target)
+
+
+def test_nothing_is_downloaded_for_a_target_that_does_not_fit(tmp_path, serve):
+    """The model would be, after the target was found to be another one."""
+    state = serve(reference(HEAD))
+    with pytest.raises(Incompatible, match="the head belongs to another model"):
+        convert(
+            f"org/{HEAD}",
+            tmp_path / "out",
+            reference("qwen3-5-tied"),
+            with_target=tmp_path / "model",
+        )
+    assert state.weights_sent < 10_000
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_model_to_probe_with_that_cannot_be_had(tmp_path, serve, waits, monkeypatch):
+    """One sentence, whatever mlx_lm makes of it; a target that the hub has is downloaded."""
+    serve(DEMO)
+    monkeypatch.setattr("mlx_spec.probe.CLASSES", ("code",))
+    monkeypatch.setattr("mlx_spec.probe.probe", partial(probe, max_tokens=8))
+    options = ["--from", DEMO, "--target", f"org/{DEMO.name}", "--probe", "--to"]
+    arguments = [str(argument) for argument in [*options, tmp_path / "out"]]
+
+    def broken(*_, **options):
+        raise huggingface_hub.errors.HTTPError("The read operation timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_spec.probe.load", broken)
+        result = CliRunner().invoke(cli, ["convert", *arguments])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: org/tiny-qwen3.5-nextn is not here, and the Hugging")
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(cli, ["convert", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "Probe: works; " in result.output
 
 
 def test_an_assistant_comes_without_a_model(tmp_path, serve):

@@ -37,6 +37,7 @@ from mlx_spec.errors import CheckpointError, NoParts, one_line
 
 SMALL = [CONFIG, INDEX, CARD, *TOKENIZER]
 MODEL = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]  # no code
+FOLDERS = ["*/*"]  # mlx-lm reads nothing in them; weights may lie there once more
 MAX_EXCESS = 1.05  # what may travel for what is wanted
 PIECE_BYTES = 16 << 20
 WORKERS = 4
@@ -279,9 +280,8 @@ def _open_repository(name: str, revision: str) -> Checkpoint:
     downloads.commit = info.sha
     files = {}
     for found in info.siblings or []:
-        file = _remote_file(name, info.sha, found)
-        if "/" not in file.name and not file.name.startswith("."):
-            files[file.name] = file
+        if "/" not in found.rfilename and not found.rfilename.startswith("."):
+            files[found.rfilename] = _remote_file(name, info.sha, found)
     for small in files.keys() & {*SMALL}:
         if files[small].size_bytes > MAX_JSON_BYTES:
             raise CheckpointError(
@@ -326,7 +326,13 @@ def _snapshot(
     bars: type[tqdm] = tqdm,
 ) -> Path:
     def fetch() -> str:
-        return snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=bars)
+        return snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=FOLDERS,
+            tqdm_class=bars,
+        )
 
     return Path(downloads.retried(fetch))
 

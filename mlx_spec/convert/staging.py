@@ -68,13 +68,17 @@ class Staging:
         with self._writing():
             folder.mkdir(exist_ok=True)
             beside.touch()
-        with open(beside, "wb") as file:
-            for part in data:
-                digest.update(part)
+        try:
+            with open(beside, "wb") as file:
+                for part in data:
+                    digest.update(part)
+                    with self._writing():
+                        file.write(part)
                 with self._writing():
-                    file.write(part)
-            with self._writing():
-                file.flush()
+                    file.flush()
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
         path = folder / f"{piece.begin}-{piece.end}.{digest.hexdigest()}"
         os.replace(beside, path)
         self._pieces.setdefault(piece.file, {})[piece] = path
