@@ -235,10 +235,11 @@ def convert(
 
 def _check_holds_target(checkpoint: Checkpoint) -> None:
     """Raises Incompatible if a drafter is alone in its checkpoint."""
-    if family_of_drafter(checkpoint.config) is not None:
+    alone = checkpoint.directory.is_file()
+    if alone or family_of_drafter(checkpoint.config) is not None:
         raise Incompatible(
-            f"{checkpoint.path} is a drafter and holds no model that could be written: convert the "
-            "model's own repository with mlx_lm.convert"
+            f"{checkpoint.directory if alone else checkpoint.path} is a drafter and holds no model "
+            "that could be written: convert the model's own repository with mlx_lm.convert"
         )
 
 

@@ -3,8 +3,11 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import shorten
 
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+MAX_CHARACTERS = 600  # of what another program says; mlx-lm may list all tensors of a model
 
 
 class SpecError(Exception):
@@ -81,7 +84,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError):
         text = text.splitlines()[0]
     text = re.sub(r"(https?://)(?:[^/\s'@]*@)?([^?\s']*)(?:\?[^\s']*)?", r"\1\2", text)
-    return " ".join(text.split()) or type(error).__name__
+    return shorten(text, MAX_CHARACTERS, placeholder=" ...") or type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -124,7 +124,8 @@ class Probe:
 
     @property
     def _only_first(self) -> bool:
-        return self.trial.second is not None and self.trial.second < FLOOR
+        first, second = self.trial.first, self.trial.second
+        return first >= FLOOR and second is not None and second < FLOOR
 
     @property
     def cause(self) -> str | None:

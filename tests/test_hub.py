@@ -356,6 +356,8 @@ def test_messages_hold_no_secrets_of_addresses(tmp_path, serve, waits):
     assert "Signature" not in str(caught.value)
     error = OSError("no https://me:word@mirror.org:80/a/b?c=d&e=f nor http://me@x")
     assert one_line(error) == "no https://mirror.org:80/a/b nor http://x"
+    assert one_line(ValueError("a tensor, " * 1000)).endswith(" tensor, a ...")
+    assert len(one_line(ValueError("a tensor, " * 1000))) <= 600
 
 
 def test_ranges_that_are_ignored_later(tmp_path, serve, monkeypatch):

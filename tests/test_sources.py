@@ -237,6 +237,8 @@ def test_a_file_of_its_own_with_a_config_beside_it_or_from_the_target(tmp_path):
 
     convert(file, tmp_path / "reduced", draft_vocab=99)  # by the tokenizer beside it
     assert config_of(tmp_path / "reduced")["mlx_spec"]["draft_vocab"]["size"] == 99
+    with pytest.raises(Incompatible, match="holds no model that could be written"):
+        convert(file, tmp_path / "drafter", with_target=tmp_path / "model")
     rename_token(file.parent, "$", "another")
     with pytest.raises(Incompatible, match=r"is 'another' in the drafter's tokenizer"):
         convert(file, tmp_path / "other", reference("qwen3-5"))
