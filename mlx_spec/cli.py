@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, get_args
 
 import click
+from huggingface_hub.errors import HTTPError
 from mlx_lm.generate import generate as stock_generate
 from mlx_lm.generate import main as stock_main
 from mlx_lm.generate import setup_arg_parser
@@ -51,7 +52,7 @@ def one_sentence() -> Iterator[None]:
         yield
     except SpecError as error:
         fail(str(error), error.exit_code)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError, HTTPError) as error:
         fail(one_line(error))
 
 

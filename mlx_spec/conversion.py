@@ -8,8 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.convert import draft_vocab as vocabulary
 from mlx_spec.convert.checkpoint import Checkpoint
-from mlx_spec.convert.hub import is_repository_name
-from mlx_spec.convert.hub import open_source as open_model
+from mlx_spec.convert.hub import is_repository_name, open_model
 from mlx_spec.convert.quantize import describe, quantize_head
 from mlx_spec.convert.sources import open_source
 from mlx_spec.convert.target import check_target_out, write_target

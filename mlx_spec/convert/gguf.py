@@ -78,6 +78,14 @@ def open_gguf(path: Path, config: dict[str, Any], dtype: mx.Dtype | None = None)
 
 
 class GgufCheckpoint(Checkpoint):
+    files: "GgufFiles"
+
+    def read_stored(self, name: str) -> mx.array:
+        """Counts what is read from the file, not what is made of it."""
+        value = super().read_stored(name)
+        self.bytes_read += int(self.files.tensors[name].n_bytes) - self.tensor(name).nbytes
+        return value
+
     @property
     def source_bytes(self) -> int:
         """Size of the file itself."""

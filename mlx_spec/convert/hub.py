@@ -43,7 +43,7 @@ PIECE_BYTES = 16 << 20
 WORKERS = 4
 
 
-def open_source(source: str | Path) -> Checkpoint:
+def open_model(source: str | Path) -> Checkpoint:
     """Opens a directory, or ORG/REPO[@REVISION] of the hub.
 
     Raises:

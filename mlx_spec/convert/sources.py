@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.convert.checkpoint import CONFIG, SUFFIX, Checkpoint, Folder
 from mlx_spec.convert.gguf import open_gguf
-from mlx_spec.convert.hub import open_source as open_directory
+from mlx_spec.convert.hub import open_model
 from mlx_spec.errors import SpecError
 
 
@@ -48,7 +48,7 @@ def open_source(
             needs it.
         dtype: of the weights that will be asked for, if any.
 
-    Raises: SpecError, as `convert.hub.open_source` and `open_gguf`.
+    Raises: SpecError, as `convert.hub.open_model` and `open_gguf`.
     """
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == SUFFIX:
@@ -61,4 +61,4 @@ def open_source(
                 f"{path} does not say all that a drafter needs: give the model with --target"
             )
         return open_gguf(path, config, dtype)
-    return open_directory(source)
+    return open_model(source)
