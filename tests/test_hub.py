@@ -576,6 +576,15 @@ def test_a_model_to_probe_with_that_cannot_be_had(tmp_path, serve, waits, monkey
     assert "Probe: works; " in result.output
 
 
+def test_a_drafter_that_the_network_does_not_bring(monkeypatch):
+    def broken(*_, **options):
+        raise huggingface_hub.errors.HTTPError("The read operation timed out")
+
+    monkeypatch.setattr("mlx_spec.load.snapshot_download", broken)
+    result = CliRunner().invoke(cli, ["inspect", str(DEMO), "--draft-model", "org/drafter"])
+    assert (result.exit_code, result.stderr) == (1, "Error: The read operation timed out\n")
+
+
 def test_an_assistant_comes_without_a_model(tmp_path, serve):
     state = serve(reference(ASSISTANT))
     with pytest.raises(Incompatible, match="is a drafter and holds no model"):
