@@ -580,7 +580,7 @@ def test_a_drafter_that_the_network_does_not_bring(monkeypatch):
     def broken(*_, **options):
         raise huggingface_hub.errors.HTTPError("The read operation timed out")
 
-    monkeypatch.setattr("mlx_spec.load.snapshot_download", broken)
+    monkeypatch.setattr("mlx_spec.inspection.drafter_path", broken)
     result = CliRunner().invoke(cli, ["inspect", str(DEMO), "--draft-model", "org/drafter"])
     assert (result.exit_code, result.stderr) == (1, "Error: The read operation timed out\n")
 
