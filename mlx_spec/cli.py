@@ -345,6 +345,12 @@ PAIR = [
     click.option(
         "--draft-model", default="auto", help="A drafter, as for generate. Default: look for one."
     ),
+    click.option(
+        "--draft-kind",
+        type=click.Choice(get_args(DraftKind)),
+        default="auto",
+        help="As for generate. Default: auto.",
+    ),
 ]
 SAMPLING = click.option(
     "--sampling",
@@ -392,6 +398,7 @@ def with_options(options: list[Callable]) -> Callable:
 def bench_command(
     model: str | None,
     draft_model: str,
+    draft_kind: DraftKind,
     classes: tuple[str, ...],
     prompt_file: str | None,
     depths: tuple[str, ...],
@@ -428,7 +435,9 @@ def bench_command(
             model or str(demo.demo_model()),
             draft_model,
             chosen_prompts(classes, prompt_file),
-            bench.Plan(chosen, max_tokens, repeats, cooldown, temp, sampling),
+            bench.Plan(
+                chosen, max_tokens, repeats, cooldown, temp, sampling, draft_kind=draft_kind
+            ),
             Files(json_file, html, png),
             markdown,
             calibrate,

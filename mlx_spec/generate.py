@@ -260,8 +260,6 @@ def choose_drafter(
     elif generation.get("input_embeddings") is not None:
         stats.reason = "input-embeddings"
     else:
-        if given is pairing.drafter:
-            stats.detail = pairing.detail  # why it is lookup, if it is
         try:
             stats.reason = "unsupported-model"
             target = target_for(model)
@@ -269,7 +267,10 @@ def choose_drafter(
             check_caches(target, own_caches(model, generation))
             drafter = draft_model_of(given, target) if isinstance(given, nn.Module) else given
             stats.reason = None
-            return of_kind(options.draft_kind, drafter, model)
+            chosen = of_kind(options.draft_kind, drafter, model)
+            if pairing.drafter in chosen.parts:
+                stats.detail = pairing.detail  # why it is lookup, if it is
+            return chosen
         except Incompatible as error:
             stats.detail = str(error)
     return None

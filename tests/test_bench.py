@@ -394,6 +394,20 @@ def test_without_a_drafter_there_is_nothing_to_measure():
         measure.drafter_of(alone, "tiny")
 
 
+@pytest.mark.parametrize("kind", ["lookup", "combined"])
+def test_what_drafts_is_as_it_was_asked_for(kind, loaded):
+    model, tokenizer = loaded
+    pairing = pairing_of(model)
+    setting = measured(loaded, draft_kind=kind, depths=(3,), repeats=1).setting
+    if kind == "lookup":
+        assert (setting.drafter_kind, setting.drafter) == ("lookup", None)
+        assert setting.drafter_quantization is None
+    else:
+        assert (setting.drafter_kind, setting.drafter) == ("lookup+nextn", str(pairing.path))
+    one = Bench(model, tokenizer, pairing.drafter, Plan(draft_kind=kind))
+    assert one.run(3, [5, 6, 7, 8, 9, 10, 11, 12, 13] * 2, 4).stats.by_kind["lookup"][0] > 0
+
+
 # ---- what is said of it --------------------------------------------------------------------------
 
 

@@ -116,6 +116,21 @@ def test_verify(monkeypatch):
     assert verdict["runs"][0]["drafted"] > 0
 
 
+def test_the_kind_of_drafts(tmp_path):
+    path, out = tmp_path / "list.txt", tmp_path / "result.json"
+    path.write_text("one two three " * 4)
+    options = ["--draft-kind", "lookup", "--prompt-file", path, "--depth", 2]
+    assert run("bench", *QUICK, *options, "--json", out).exit_code == 0
+    assert json.loads(out.read_text())["setting"]["drafter_kind"] == "lookup"
+    result = run("verify", "--model", MODEL, *options, "--max-tokens", 8, "--draft-model", "none")
+    assert (result.exit_code, result.stdout.split()[-1]) == (3, "no-match")
+    assert_one_sentence(
+        run("bench", *QUICK, *options, "--calibrate"),
+        2,
+        "lookup drafts only where the text repeats",
+    )
+
+
 def test_verify_where_nothing_can_be_drafted():
     result = run("verify", "--model", MODEL, "--draft-model", "none")
     assert result.exit_code == 3

@@ -14,6 +14,7 @@ from mlx_spec.bench.distribution import (
     DistributionTest,
     chi_square_tail,
     compare,
+    distribution_tests,
     exact_probabilities,
     next_logits,
 )
@@ -70,6 +71,19 @@ def test_texts_that_are_equal(model, law):
     ]
     assert all(run.drafted > 0 and run.why is None for run in verdict.runs)
     assert verdict.as_text().splitlines()[-1] == "identical"
+
+
+def test_lookup_needs_no_drafter(model):
+    model.mlx_spec = Pairing(None, reason="no-drafter", detail="none was asked for")
+    tokenizer = pair(P).tokenizer
+    repeated = Prompt("prose", "Once upon a time. " * 3, False)
+    plan = Plan(max_tokens=12, depths=(1,), draft_kind="lookup", temp=1.5)
+    verdict = verify_loaded(model, tokenizer, "tiny", [repeated], plan)
+    assert verdict.exit_code == 0
+    assert verdict.runs[0].drafted > 0
+    ids = tokenizer.encode(repeated.text)
+    tests = distribution_tests(model, tokenizer, "prose", ids, 1, plan.sampler, 2, 0, "lookup")
+    assert tests[0].drafted > 0
 
 
 def second_best_once(monkeypatch, call):

@@ -70,9 +70,10 @@ def run_bench(
     """Measure; write the files; return the table."""
     files.check()
     model, tokenizer = load(model_path, draft_model=draft_model)
-    drafter = drafter_of(model, model_path)
+    drafter = drafter_of(model, model_path, plan.draft_kind)
     if calibrated:
-        if drafter.kind == "lookup":
+        *_, part = drafter.parts  # beside lookup, if that is one
+        if part.kind == "lookup":
             raise BadArguments(
                 "--calibrate makes a drafter draft, and lookup drafts only where the text repeats; "
                 "leave it out."
@@ -80,7 +81,7 @@ def run_bench(
         for name in CALIBRATION_CLASSES:
             ids = encode(read_class(name), tokenizer)
             depths = range(DEFAULT_MAX_DRAFT_TOKENS + 1)
-            learn_costs(model, drafter, len(ids), calibrate(model, drafter, ids, depths))
+            learn_costs(model, part, len(ids), calibrate(model, part, ids, depths))
     result = bench_loaded(model, tokenizer, model_path, prompts, plan)
     text = as_markdown(result) if markdown else as_text(result)
     if advice := advise(drafter, result.rows):

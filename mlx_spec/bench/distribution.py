@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import Sampler
 
 from mlx_spec.generate import stream_generate
+from mlx_spec.options import DraftKind
 from mlx_spec.sampling import Parameters, read_sampler
 
 LIKELY = 20  # the most likely tokens have a bin each, all others one together
@@ -57,6 +58,7 @@ def distribution_tests(
     sampler: Sampler,
     draws: int,
     seed: int,
+    draft_kind: DraftKind = "auto",
 ) -> list[DistributionTest]:
     """The first two tokens after a prompt, with drafts, under sampling "ratio".
 
@@ -86,6 +88,7 @@ def distribution_tests(
                 depth + 1,  # so that the first round has all its drafts
                 num_draft_tokens=depth,
                 sampling="ratio",
+                draft_kind=draft_kind,
                 sampler=sampler,
             )
         )

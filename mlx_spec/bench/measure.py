@@ -35,9 +35,9 @@ from mlx_spec.bench.result import (
 from mlx_spec.bench.setting import device, drafter_quantization, quantization, versions
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import BadArguments, NoDrafter
-from mlx_spec.generate import stream_generate
+from mlx_spec.generate import choose_drafter, stream_generate
 from mlx_spec.load import pairing_of
-from mlx_spec.options import DraftTokens
+from mlx_spec.options import DraftKind, DraftTokens, SpecOptions
 from mlx_spec.sampling import Sampling
 from mlx_spec.stats import SpecStats
 
@@ -55,6 +55,7 @@ class Plan:
         max_tokens: length of each text.
         cooldown_s: pause before each run, in seconds.
         max_prompt_tokens: longer prompts lose their middle.
+        draft_kind: as `stream_generate` takes it.
     """
 
     depths: Sequence[DraftTokens] = DEPTHS
@@ -64,6 +65,7 @@ class Plan:
     temp: float = 0
     sampling: Sampling = "auto"
     max_prompt_tokens: int | None = None
+    draft_kind: DraftKind = "auto"
 
     def __post_init__(self) -> None:
         if not self.depths or any(n != "auto" and n < 1 for n in self.depths):
@@ -94,9 +96,9 @@ def bench_loaded(
 ) -> Result:
     """Measure a model that `mlx_spec.load` has loaded; `name` is what the result calls it.
 
-    Raises: NoDrafter or Incompatible where mlx_spec cannot draft for it.
+    Raises: NoDrafter where mlx_spec cannot draft for it.
     """
-    drafter = drafter_of(model, name)
+    drafter = drafter_of(model, name, plan.draft_kind)
     texts = {prompt: encode(prompt, tokenizer, plan.max_prompt_tokens) for prompt in prompts}
     bench = Bench(model, tokenizer, drafter, plan)
     total = len(prompts) * (plan.repeats * (1 + len(plan.depths)) + 1) + 1
@@ -110,7 +112,7 @@ def bench_loaded(
         for prompt, ids in texts.items():
             bar.set_description(prompt.prompt_class)
             rows += bench.rows(prompt.prompt_class, ids, bar.update)
-    path = pairing_of(model).path
+    path = None if drafter.kind == "lookup" else pairing_of(model).path
     setting = Setting(
         model=name,
         target_quantization=quantization(model),
@@ -128,11 +130,13 @@ def bench_loaded(
     return Result(setting, rows)
 
 
-def drafter_of(model: nn.Module, name: str) -> Drafter:
-    pairing = pairing_of(model)
-    if pairing.drafter is None:
-        raise NoDrafter(f"There is nothing to measure for {name}: {pairing.detail}.")
-    return pairing.drafter
+def drafter_of(model: nn.Module, name: str, kind: DraftKind = "auto") -> Drafter:
+    """What `stream_generate` drafts with. Raises: NoDrafter."""
+    stats = SpecStats()
+    drafter = choose_drafter(model, None, SpecOptions(draft_kind=kind), {}, stats)
+    if drafter is None:
+        raise NoDrafter(f"There is nothing to measure for {name}: {stats.detail}.")
+    return drafter
 
 
 @contextmanager
@@ -229,7 +233,11 @@ class Bench:
             function: Callable[..., Any] = mlx_lm.stream_generate
         else:
             function = stream_generate
-            options |= {"num_draft_tokens": depth, "sampling": self.plan.sampling}
+            options |= {
+                "num_draft_tokens": depth,
+                "sampling": self.plan.sampling,
+                "draft_kind": self.plan.draft_kind,
+            }
         return run(
             lambda prompt, **more: function(self.model, self.tokenizer, prompt, **options, **more),
             prompt,

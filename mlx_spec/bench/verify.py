@@ -22,7 +22,7 @@ from mlx_spec.bench.prompts import CLASSES, Prompt, encode, read_class
 from mlx_spec.errors import BadArguments, NotEngaged
 from mlx_spec.generate import GenerationResponse, stream_generate
 from mlx_spec.load import load, pairing_of
-from mlx_spec.options import DraftTokens, SpecOptions
+from mlx_spec.options import DraftKind, DraftTokens, SpecOptions
 from mlx_spec.randomness import generator_state, integers, set_generator_state
 from mlx_spec.sampling import Law, Sampling
 from mlx_spec.stats import SpecStats
@@ -56,6 +56,7 @@ class Plan:
         temp, top_p, min_p, top_k: of mlx_lm.sample_utils.make_sampler.
         eps: below this margin a difference is a tie; None: what rounding explains, see `rounding`.
         draws: of the distribution test, for each prompt and depth.
+        draft_kind: as `stream_generate` takes it.
     """
 
     max_tokens: int = 256
@@ -68,6 +69,7 @@ class Plan:
     depths: Sequence[DraftTokens] = DEPTHS
     eps: float | None = None
     draws: int = 1000
+    draft_kind: DraftKind = "auto"
 
     def __post_init__(self) -> None:
         for n in self.depths:
@@ -301,7 +303,7 @@ def verify_loaded(
 ) -> Verdict:
     """Check a model that `mlx_spec.load` has loaded; `name` is what the verdict calls it."""
     pairing = pairing_of(model)
-    if pairing.drafter is None:
+    if pairing.drafter is None and plan.draft_kind == "auto":
         raise NotEngaged(f"There is nothing to verify for {name}: {pairing.detail}.")
     runs: list[Run] = []
     tests: list[DistributionTest] = []
@@ -319,6 +321,7 @@ def verify_loaded(
                     plan.sampler,
                     plan.draws,
                     plan.seed,
+                    plan.draft_kind,
                 )
         else:
             runs += compare_texts(model, tokenizer, prompt.prompt_class, ids, plan, progress)
@@ -354,6 +357,7 @@ def compare_texts(
                 prompt,
                 num_draft_tokens=depth,
                 sampling=plan.sampling,
+                draft_kind=plan.draft_kind,
                 **options,
             )
         )
