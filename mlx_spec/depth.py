@@ -39,14 +39,22 @@ class Depth(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """Whether `choose` would say 0 and try nothing."""
+        """Whether `choose` would say 0 and try nothing, so that there is no use in waiting."""
 
     def choose(self, context: int) -> int:
         """Drafts for the next round; `context` tokens are in the target's cache."""
 
-    def observe(self, drafted: int, accepted: int, context: int, seconds: float | None) -> None:
+    def observe(
+        self,
+        drafted: int,
+        accepted: int,
+        context: int,
+        seconds: float | None,
+        waited: bool = False,
+    ) -> None:
         """The next of the chosen rounds was read, `seconds` after the one before it (None: not
-        known). It may have drafted less than was chosen."""
+        known). It may have drafted less than was chosen. `waited`: it has no drafts, and the
+        device had nothing to do before it, as drafts were hoped for."""
 
 
 class Fixed:
@@ -64,7 +72,14 @@ class Fixed:
     def choose(self, context: int) -> int:
         return self.max
 
-    def observe(self, drafted: int, accepted: int, context: int, seconds: float | None) -> None:
+    def observe(
+        self,
+        drafted: int,
+        accepted: int,
+        context: int,
+        seconds: float | None,
+        waited: bool = False,
+    ) -> None:
         pass
 
 
@@ -106,7 +121,9 @@ class Adaptive:
 
     @property
     def asleep(self) -> bool:
-        """Whether `choose` would say 0 and try nothing."""
+        """Whether `choose` would say 0 and try nothing, so that there is no use in waiting."""
+        if self.knowledge.account.balance <= 0:
+            return True
         depth, left = self._burst
         if left > 0:
             return depth == 0
@@ -129,10 +146,16 @@ class Adaptive:
             return self._probe(context) if self._tokens >= self._wake else 0
         return self._best(context)
 
-    def observe(self, drafted: int, accepted: int, context: int, seconds: float | None) -> None:
-        """The next of the chosen rounds was read, `seconds` after the one before it (None: not
-        known). It may have drafted less than was chosen."""
-        representative = drafted == self._last_drafted
+    def observe(
+        self,
+        drafted: int,
+        accepted: int,
+        context: int,
+        seconds: float | None,
+        waited: bool = False,
+    ) -> None:
+        """See `Depth`."""
+        representative = drafted == self._last_drafted and not waited
         self._last_drafted = drafted
         self._tokens += accepted + 1
         self._rates.add(drafted, accepted)
@@ -150,8 +173,8 @@ class Adaptive:
         """Enter a round into the account; `seconds` if it was not a representative one."""
         steps = self._steps(drafted, context)
         if seconds is not None:
-            measured = seconds / self._costs.seconds(0, context)
-            steps = max(steps, min(measured, steps + 3))
+            measured = min(seconds / self._costs.seconds(0, context), steps + 3)
+            steps = measured if drafted == 0 else max(steps, measured)
         elif drafted in self._costs:
             steps *= 1 + self._costs.doubt(drafted, 0, context)
         self.knowledge.account.add(accepted + 1, steps)

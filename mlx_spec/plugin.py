@@ -237,6 +237,8 @@ def _speculative_generate_step(
     try:
         if drafter is None:
             kwargs["prompt_cache"] = caches_of(model, kwargs.pop("prompt_cache", None))
+            sampler = kwargs.pop("sampler", None)
+            kwargs["sampler"], stats.sampling = plain_sampler(sampler, options.sampling)
             for token, logprobs in stock_generate_step(prompt, model, stream, **kwargs):
                 yield token, logprobs, False
         else:

@@ -91,6 +91,7 @@ class Round:
     unlearnt: Pairs | None  # what the drafter had still to learn at the start ...
     position: Any  # ... from this position of its caches on
     context: int  # tokens in the target's caches at the start
+    waited: bool = False  # the device had nothing to do before it
     tokens: list[int] = field(default_factory=list)  # to yield
     keys: list[list[int]] = field(default_factory=list)  # after each draw
     yielded: int = 0
@@ -313,14 +314,16 @@ class Request:
         self.unwritten = False
 
     def observe(self, read: Round, seconds: float | None, stats: SpecStats) -> None:
-        """A round was read, `seconds` after the one before it."""
+        """A round was read, `seconds` after the one before it. What waiting in vain costs a round
+        without drafts is no part of a plain step, but counts as a loss."""
         drafted, sources = len(read.drafts), self.sources
         if read.source is not None:
             sources = [read.source]
             stats.add_drafts(read.source.drafter.kind, drafted, read.accepted)
         stats.add_round(drafted, read.accepted)
         for source in sources:
-            source.depth.observe(drafted, read.accepted, read.context, seconds)
+            waited = read.waited and drafted == 0
+            source.depth.observe(drafted, read.accepted, read.context, seconds, waited)
         depth = sources[-1].depth
         stats.state, stats.state_reason = depth.state, depth.why
         if read.chosen is not None:
@@ -464,12 +467,13 @@ def speculate(
                 with pace.of_read():
                     ahead.read()
             with mx.stream(stream):
-                if ahead.tokens:  # without drafts, the device had to wait: no pace of plain steps
-                    request.observe(ahead, pace.seconds if ahead.drafts else None, stats)
+                if ahead.tokens:
+                    request.observe(ahead, pace.seconds, stats)
                 request.commit(ahead)
                 current, ahead = ahead, None
                 try:
                     ahead = request.launch(remaining())
+                    ahead.waited = bool(current.tokens)
                 except Exception as error:  # the tokens at hand come first
                     failure = error
             if not current.tokens:

@@ -17,6 +17,8 @@ from tiny_models import DECODED, LLAMA, WINDOWED, prompt_of, tiny
 import mlx_spec
 from mlx_spec.accept import Greedy, Ratio, make_law
 from mlx_spec.candidates import Certain
+from mlx_spec.costs import Knowledge
+from mlx_spec.depth import Adaptive
 from mlx_spec.drafters.combined import Combined
 from mlx_spec.drafters.lookup import LONG, Lookup
 from mlx_spec.drafters.text import Text
@@ -324,6 +326,49 @@ class Clock:
 
     def tick(self):
         self.now += 1e-6
+
+
+class Hopeful(Lookup):
+    """Never has a match, and always expects one."""
+
+    def limit(self, caches):
+        return 0
+
+    def expects(self, caches):
+        return True
+
+
+def test_waiting_in_vain_comes_to_an_end(monkeypatch):
+    """A step takes 1 s; where it was waited for before the next one is launched, 0.2 s pass in
+    between. Stock takes `tokens` seconds."""
+    now, under_way, waits = 0.0, 0, 0
+    launch, read = Request.launch, Round.read
+
+    def timed_launch(request, remaining):
+        nonlocal now, under_way, waits
+        if under_way == 0:
+            now, waits = now + 0.2, waits + 1
+        under_way += 1
+        return launch(request, remaining)
+
+    def timed_read(round):
+        nonlocal now, under_way
+        now, under_way = now + 1, under_way - 1
+        read(round)
+
+    monkeypatch.setattr(Request, "launch", timed_launch)
+    monkeypatch.setattr(Round, "read", timed_read)
+    pace = importlib.import_module("mlx_spec.pace")
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
+    name, tokens = "qwen3", 1000
+    knowledge = Knowledge()
+    for _ in range(4):
+        knowledge.costs.add(0, 0, 1.0)
+    request = make_request(pair_of(name), prompt_of(name), 1, Hopeful())
+    request.depths = [Adaptive(knowledge, 16)]
+    for _ in speculate(request, mx.default_stream(mx.default_device()), tokens, SpecStats()):
+        pass
+    assert 20 < waits < 0.03 * tokens / 0.2
 
 
 # What is left behind

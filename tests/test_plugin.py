@@ -131,6 +131,27 @@ def test_a_drafter_directory_as_a_draft_model(run, reports):
     assert [r.token for r in responses] == stock_tokens(name, p.prompt, 30)
 
 
+@pytest.mark.parametrize("kind", ["assistant", "model"])
+def test_a_draft_model_that_is_switched_off_leaves_the_text_as_it_is(kind, reports):
+    """Also in programs that have mlx_lm's own loop around a step."""
+    p = pair("gemma4-dense-trained")
+    draft_model = p.model
+    if kind == "assistant":
+        draft_model, _ = mlx_lm.load(str(drafter_path("gemma4-dense-trained")))
+    plugin.install(reports.append, SpecOptions(2, sampling="seed"))
+    texts = []
+    for n in (3, 0):
+        mx.random.seed(4)
+        options = {"draft_model": draft_model, "num_draft_tokens": n, "sampler": make_sampler(0.8)}
+        run = imported_before(p.model, p.tokenizer, p.prompt, max_tokens=20, **options)
+        texts.append([(response.token, response.from_draft) for response in run])
+    assert [token for token, _ in texts[0]] == [token for token, _ in texts[1]]
+    assert sum(right for _, right in texts[0]) == reports[0].accepted > 0
+    assert not any(right for _, right in texts[1])
+    assert [stats.sampling for stats in reports] == ["seed", "seed"]
+    assert reports[1].reason == "num-draft-tokens-0"
+
+
 def test_a_programs_own_number_counts_with_a_draft_model_or_if_it_is_0(reports):
     """mlx_lm.generate always gives one, 3 if its user does not; it is meant for a draft model."""
     name = "qwen3-5-trained"
