@@ -7,7 +7,7 @@ is plain decoding: drafting is "parked" where it does not pay, and tried again n
 from collections import deque
 from typing import Literal, Protocol
 
-from mlx_spec.costs import Knowledge, Rates
+from mlx_spec.costs import Account, Knowledge, Rates
 
 State = Literal["fixed", "active", "probing", "parked"]
 
@@ -95,14 +95,19 @@ class Adaptive:
     While depth 0 is chosen, `choose` may run some rounds ahead of `observe`.
     """
 
-    def __init__(self, knowledge: Knowledge, max_draft_tokens: int = 8) -> None:
-        """Raises ValueError if `max_draft_tokens` is negative."""
+    def __init__(
+        self, knowledge: Knowledge, max_draft_tokens: int = 8, account: Account | None = None
+    ) -> None:
+        """`account`: that of another depth in the same request, which enters plain rounds in it.
+        Raises ValueError if `max_draft_tokens` is negative."""
         if max_draft_tokens < 0:
             raise ValueError(f"max_draft_tokens is {max_draft_tokens}; it must be 0 or more.")
         self.max = max_draft_tokens
         self.state: State = "probing"
         self.why: str | None = None
         self.knowledge = knowledge
+        self._account = account or knowledge.account
+        self._enters_plain = account is None
         self._costs = knowledge.costs
         self._costs.drift(0.2, 0.0)  # since the last request
         self._rates = Rates(WINDOW, list(knowledge.rates.right), list(knowledge.rates.offered))
@@ -122,7 +127,7 @@ class Adaptive:
     @property
     def asleep(self) -> bool:
         """Whether `choose` would say 0 and try nothing, so that there is no use in waiting."""
-        if self.knowledge.account.balance <= 0:
+        if self._account.balance <= 0:
             return True
         depth, left = self._burst
         if left > 0:
@@ -171,18 +176,20 @@ class Adaptive:
 
     def _pay(self, drafted: int, accepted: int, context: int, seconds: float | None) -> None:
         """Enter a round into the account; `seconds` if it was not a representative one."""
+        if drafted == 0 and not self._enters_plain:
+            return
         steps = self._steps(drafted, context)
         if seconds is not None:
             measured = min(seconds / self._costs.seconds(0, context), steps + 3)
             steps = measured if drafted == 0 else max(steps, measured)
         elif drafted in self._costs:
             steps *= 1 + self._costs.doubt(drafted, 0, context)
-        self.knowledge.account.add(accepted + 1, steps)
+        self._account.add(accepted + 1, steps)
 
     def _best(self, context: int) -> int:
         """The best depth of those measured, or one that may be better and is to be measured."""
         ratios = {n: self._costs.ratio(n, context) for n in self._costs.depths if n <= self.max}
-        affordable = 1 + max(0.0, self.knowledge.account.balance)  # if nothing is accepted
+        affordable = 1 + max(0.0, self._account.balance)  # if nothing is accepted
         values = {n: self._expected[n] / ratios[n] for n in ratios if ratios[n] <= affordable}
         best = max(values, key=lambda n: values[n])
         current = self._depth if self._depth in values else best
@@ -250,7 +257,7 @@ class Adaptive:
         if n == 0 or 0 not in self._costs:
             return True
         loss = self._steps(n, context) - 1 - (self._expected[n] - 1) / 2
-        return self.knowledge.account.balance >= rounds * loss + more
+        return self._account.balance >= rounds * loss + more
 
     def _measure(self, n: int, rounds: int) -> int:
         self.state, self.why = "probing", None
@@ -295,6 +302,6 @@ class Adaptive:
         break_even = (self._steps(best, context) - 1) / best
         if round(acceptance, 2) < round(break_even, 2):
             return f"acceptance {acceptance:.2f} < break-even {break_even:.2f}"
-        if self.knowledge.account.balance < RESERVE:
-            return f"drafting has lost {self.knowledge.account.lost:.0f} steps lately"
+        if self._account.balance < RESERVE:
+            return f"drafting has lost {self._account.lost:.0f} steps lately"
         return f"acceptance {acceptance:.2f}, break-even {break_even:.2f}: too little to gain"

@@ -27,11 +27,15 @@ _known: WeakKeyDictionary[Drafter, Known] = WeakKeyDictionary()
 
 
 def depths_for(options: SpecOptions, model: nn.Module, drafter: Drafter) -> list[Depth]:
-    """The depths of one request, by the parts of its drafter."""
+    """The depths of one request, by the parts of its drafter. What these may lose, they may lose
+    together."""
     if options.num_draft_tokens == "auto":
+        *others, last = drafter.parts
+        known = knowledge_of(model, last)
+        most = options.max_draft_tokens
         return [
-            Adaptive(knowledge_of(model, part), options.max_draft_tokens or part.most)
-            for part in drafter.parts
+            *(Adaptive(knowledge_of(model, p), most or p.most, known.account) for p in others),
+            Adaptive(known, most or last.most),
         ]
     return [Fixed(options.num_draft_tokens) for _ in drafter.parts]
 

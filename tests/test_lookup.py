@@ -24,6 +24,7 @@ from mlx_spec.drafters.lookup import LONG, Lookup
 from mlx_spec.drafters.text import Text
 from mlx_spec.errors import NotEngaged
 from mlx_spec.generate import choose_drafter
+from mlx_spec.knowledge import depths_for
 from mlx_spec.load import lookup_of
 from mlx_spec.options import SpecOptions
 from mlx_spec.rollback import tokens_in
@@ -550,6 +551,23 @@ def test_each_source_has_its_own_depth(monkeypatch):
         clock.tick()
     assert stats.by_kind["nextn"][0] < 40
     assert stats.by_kind["lookup"][1] > 100
+
+
+def test_both_lose_out_of_one_account():
+    p = pair(QWEN)
+    drafter = Combined(Lookup(LONG), type(p.drafter)(p.drafter.head, p.target))
+    lookup, head = depths_for(SpecOptions(), p.model, drafter)
+    assert (lookup.max, head.max) == (16, 8)
+    for _ in range(6):  # a round without drafts is one round
+        lookup.observe(0, 0, 100, 1.0)
+        head.observe(0, 0, 100, 1.0)
+    account = head.knowledge.account
+    assert (account.tokens, lookup.asleep, head.asleep) == (6, False, False)
+    for _ in range(8):
+        lookup.observe(1, 0, 100, 3.0)
+    assert account.tokens == 14
+    assert lookup.asleep
+    assert head.asleep
 
 
 # How it is chosen
