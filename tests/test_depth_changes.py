@@ -44,7 +44,7 @@ class Turns:
         self.chosen.append((next(self.depths), context))
         return self.chosen[-1][0]
 
-    def observe(self, drafted, accepted, context, seconds):
+    def observe(self, drafted, accepted, context, seconds, waited=False):
         self.observed.append((drafted, accepted, context, seconds))
 
 
