@@ -86,10 +86,10 @@ def generation_parser() -> argparse.ArgumentParser:
     changed["model"].help = "A model directory or ORG/REPO. Default: the demo model."
     changed["draft_model"].default = "auto"
     changed["draft_model"].help = (
-        "A drafter, or a Gemma-4 assistant as released: a directory or ORG/REPO; 'auto': a head "
-        "inside the model's directory, else a directory beside it with -MTP or -assistant "
-        "(Gemma-4) in its name, else lookup in the text; 'none': no drafting. Or a smaller model "
-        "with the same tokenizer. Default: auto."
+        "A drafter, or a Gemma-4 assistant or EAGLE-3 head as released: a directory or ORG/REPO; "
+        "'auto': a head inside the model's directory, else a directory beside it with -MTP, "
+        "-assistant (Gemma-4) or EAGLE3 in its name, else lookup in the text; 'none': no drafting. "
+        "Or a smaller model with the same tokenizer. Default: auto."
     )
     changed["num_draft_tokens"].type = draft_tokens
     changed["num_draft_tokens"].default = "auto"
@@ -296,7 +296,7 @@ def demo_command(
 )
 @click.option("--upload", metavar="ORG/REPO", help="Upload it to the Hugging Face hub, too.")
 def convert_command(**options: Any) -> None:
-    """Write a drafter directory, from a model with a NextN head or a Gemma-4 assistant.
+    """Write a drafter directory: of a model's NextN head, a Gemma-4 assistant, an EAGLE-3 head.
 
     With -q, the embedding and the other matrices are quantised. Routers, the choice of clusters
     and the matrix that takes in the model's hidden state keep 8 bits.

@@ -296,12 +296,14 @@ class Adaptive:
         return 0
 
     def _reason(self, context: int) -> str:
-        tried = [n for n in self._costs.depths if 0 < n <= self.max] or [1]
-        best = max(tried, key=lambda n: self._expected[n] / self._steps(n, context))
+        tried = [n for n in self._costs.depths if 0 < n <= self.max]
+        best = max(tried, key=lambda n: self._expected[n] / self._steps(n, context), default=1)
         acceptance = (self._expected[best] - 1) / best
         break_even = (self._steps(best, context) - 1) / best
-        if round(acceptance, 2) < round(break_even, 2):
+        if tried and round(acceptance, 2) < round(break_even, 2):
             return f"acceptance {acceptance:.2f} < break-even {break_even:.2f}"
         if self._account.balance < RESERVE:
             return f"drafting has lost {self._account.lost:.0f} steps lately"
+        if not tried:
+            return "what drafts cost here could not be measured yet"
         return f"acceptance {acceptance:.2f}, break-even {break_even:.2f}: too little to gain"

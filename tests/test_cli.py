@@ -294,7 +294,7 @@ def test_an_unknown_option_is_a_usage_error():
 
 def test_convert_help():
     text = " ".join(run("convert", "--help").stdout.split())
-    assert "from a model with a NextN head or a Gemma-4 assistant" in text
+    assert "of a model's NextN head, a Gemma-4 assistant, an EAGLE-3 head" in text
     options = ("--from SOURCE", "--to OUT", "--target, --model MODEL", "--quantize", "--q-bits")
     for option in (*options, "--with-target OUT", "--target-q-bits", "--allow-mismatch"):
         assert option in text

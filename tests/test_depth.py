@@ -242,6 +242,11 @@ def test_states_and_reasons():
     acceptance, break_even = useless.why.removeprefix("acceptance ").split(" < break-even ")
     assert 0 < float(acceptance) < 0.5
     assert float(break_even) == pytest.approx(0.5, abs=0.02)
+    unmeasured = Adaptive(Knowledge(), 1)
+    run(unmeasured, 8, all_right, lambda n: None if n else 0.03)
+    unmeasured.knowledge.account.add(tokens=1, steps=2.5)
+    assert unmeasured.choose(500) == 0
+    assert unmeasured.why == "what drafts cost here could not be measured yet"
     nothing = Adaptive(Knowledge(), 0)
     assert nothing.choose(500) == 0
     assert (nothing.state, nothing.why) == ("parked", "no drafts are allowed")

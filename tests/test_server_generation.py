@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import mlx.nn as nn
 import mlx_lm.server
 import pytest
 from mlx_lm.server import (
@@ -18,6 +19,7 @@ from mlx_lm.server import (
 from mlx_spec import batch
 from mlx_spec.errors import ModelUnavailable, UnusableDrafter
 from mlx_spec.generate import bound
+from mlx_spec.load import Pairing
 from mlx_spec.options import SpecOptions
 from mlx_spec.server import generation
 from mlx_spec.server.generation import SpecModelProvider, SpecResponseGenerator
@@ -156,6 +158,20 @@ def test_an_error_without_a_request_ends_the_thread_and_health_fails(decoding, m
     assert (code, health["status"], health["phase"]) == (503, "unavailable", "failed")
     with pytest.raises(RuntimeError, match="generation thread died"):
         generator.ask()
+
+
+def test_without_a_drafter_it_is_off_unless_a_request_asks_for_lookup():
+    model = nn.Module()
+    model.mlx_spec = Pairing(None, reason="no-drafter", detail="none was asked for")
+    record = Record(context=object())
+    provider = SimpleNamespace(model=model, loading=None)
+    ledger = SimpleNamespace(active=lambda: [record])
+    status = Status(SimpleNamespace(model_provider=provider, ledger=ledger), "id")
+    assert (status.spec()["state"], status.spec()["reason"]) == ("off", "no-drafter")
+    record.stats.kind, record.stats.depth = "lookup", 2
+    record.stats.add_round(2, 1)
+    spec = status.spec()
+    assert (spec["state"], spec["reason"], spec["depth"]) == ("drafting", None, 2)
 
 
 def test_health_while_a_model_is_loaded(decoding, monkeypatch):

@@ -98,8 +98,9 @@ class Status:
     def spec(self) -> dict[str, Any]:
         """Whether drafts are being made now, and if not, why.
 
-        state: "off" without a drafter, "idle" without requests, "drafting", "parked" while drafts
-        do not pay, or "standing-down" while something else keeps it from drafting.
+        state: "off" without a drafter (unless a request has asked for lookup), "idle" without
+        requests, "drafting", "parked" while drafts do not pay, or "standing-down" while something
+        else keeps it from drafting.
         """
         pairing = self._pairing()
         state: str = "idle"
@@ -108,7 +109,7 @@ class Status:
         decoding = [r for r in self.responses.ledger.active() if r.context is not None]
         if pairing is None:
             state = "off"
-        elif pairing.drafter is None:
+        elif pairing.drafter is None and not any(record.stats.kind for record in decoding):
             state, reason, detail = "off", pairing.reason, pairing.detail
         elif decoding:
             state, reason, detail = state_of(decoding)
