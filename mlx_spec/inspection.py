@@ -21,7 +21,7 @@ from mlx_spec.convert.tokenizer import Tokenizers, compare_tokenizers, load_toke
 from mlx_spec.drafters.draft_model import DraftModel
 from mlx_spec.drafters.draft_vocab import size_of
 from mlx_spec.errors import BadArguments, CheckpointError, Incompatible, NoDrafter
-from mlx_spec.families import families_for, family_of_drafter, family_of_head
+from mlx_spec.families import families_for, family_of, family_of_drafter, family_of_head
 from mlx_spec.fit import rope_doubts
 from mlx_spec.load import (
     Found,
@@ -214,6 +214,7 @@ def inspect_path(
     fingerprint: Relation | None = None
     probed: Probe | None = None
     rolls_back = False
+    kind = families_for(checkpoint.config)[0].drafter.kind  # or that of what is found
 
     def conclude(verdict: Verdict, why: str) -> Inspection:
         depth = SpecOptions().num_draft_tokens if verdict == "usable" else None
@@ -228,7 +229,7 @@ def inspect_path(
             depth,
             verdict,
             why,
-            [] if own_family else _ways(checkpoint, facts, verdict, why, rolls_back),
+            [] if own_family else _ways(kind, verdict, why, rolls_back),
         )
 
     own_family = family_of_drafter(checkpoint.config)
@@ -251,6 +252,7 @@ def inspect_path(
         if found.path is None:
             raise NoDrafter(found.why_not)
         if is_draft_model(found.path, path):
+            kind = DraftModel.kind
             if probe or bits:
                 raise BadArguments(
                     f"{found.path} is a model, not a head or an assistant, which is what --probe "
@@ -261,6 +263,7 @@ def inspect_path(
                 raise Incompatible(f"The tokenizers differ: {tokenizer.detail}.")
             facts = _facts_of_model(found.path, target)
             return conclude("usable", "a model that can draft for this one")
+        kind = family_of(Checkpoint.open(found.path)).drafter.kind
         head = read_drafter(found.path, target)
         module = build_head(head)
         facts = _facts(found.path, Checkpoint.open(found.path), head, module, check)
@@ -286,11 +289,8 @@ def inspect_path(
     return conclude("usable", f"the drafter fits this model{but}")
 
 
-def _ways(
-    model: Checkpoint, drafter: DrafterFacts | None, verdict: Verdict, why: str, rolls_back: bool
-) -> list[Way]:
-    """All ways to draft for a model; `why` is that of the verdict on its drafter."""
-    kind = drafter.kind if drafter else families_for(model.config)[0].drafter.kind
+def _ways(kind: str, verdict: Verdict, why: str, rolls_back: bool) -> list[Way]:
+    """All ways to draft for a model; `kind` and `why` are those of the verdict on its drafter."""
     works = verdict == "usable"
     ways = [Way(kind, works, why)]
     if not rolls_back:

@@ -402,6 +402,7 @@ def test_what_drafts_is_as_it_was_asked_for(kind, loaded):
     if kind == "lookup":
         assert (setting.drafter_kind, setting.drafter) == ("lookup", None)
         assert setting.drafter_quantization is None
+        assert "; drafts by lookup; " in report.head_line(setting, [])
     else:
         assert (setting.drafter_kind, setting.drafter) == ("lookup+nextn", str(pairing.path))
     one = Bench(model, tokenizer, pairing.drafter, Plan(draft_kind=kind))

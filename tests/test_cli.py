@@ -551,6 +551,18 @@ def test_inspect_a_smaller_model_as_the_drafter(tmp_path):
     assert ways(facts) == {"draft-model": True, "lookup": True, "combined": True}
 
 
+@pytest.mark.parametrize(
+    ("drafter", "kind"),
+    [("qwen3-5", "draft-model"), ("gemma4-e2b-assistant", "gemma4-assistant")],
+)
+def test_inspect_names_what_does_not_fit_by_its_own_kind(drafter, kind):
+    model = checkpoint_path("llama-target-trained")
+    result = run("inspect", model, "--draft-model", checkpoint_path(drafter), "--json")
+    facts = json.loads(result.stdout)
+    assert (result.exit_code, facts["verdict"]) == (4, "incompatible")
+    assert facts["ways"][0] == {"kind": kind, "works": False, "why": facts["why"]}
+
+
 # demo
 
 

@@ -76,10 +76,9 @@ def head_line(setting: Setting, rows: Sequence[Row]) -> str:
     law = f"{setting.sampling}, temp {setting.temp:g}" if setting.temp else setting.sampling
     parts = [
         f"{setting.model} ({setting.target_quantization or 'quantisation unknown'})",
-        f"drafter {setting.drafter} ({setting.drafter_kind}, "
-        f"{setting.drafter_quantization or 'no weights'})"
-        if setting.drafter_kind
-        else "no drafter",
+        f"drafter {setting.drafter} ({setting.drafter_kind}, {setting.drafter_quantization})"
+        if setting.drafter
+        else f"drafts by {setting.drafter_kind or 'nothing'}",
         setting.device or "device unknown",
         f"mlx {setting.mlx}, mlx-lm {setting.mlx_lm}, mlx-spec {setting.mlx_spec}",
         f"prompt tokens: {lengths}",
