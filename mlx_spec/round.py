@@ -7,8 +7,9 @@ equals the target's own draws; the draw after that prefix is the new `pending`. 
 
 As mlx_lm.generate_step computes one token ahead of what it yields, this loop launches one round
 ahead: the device works while the caller handles the tokens. A round without drafts is not even
-waited for before the next one is launched, as nothing of it can be rejected. What is not yielded
-in the end is rolled back, so that the caches are left as mlx_lm leaves them.
+waited for before the next one is launched, as nothing of it can be rejected, unless its token may
+complete a match in the text. What is not yielded in the end is rolled back, so that the caches are
+left as mlx_lm leaves them.
 """
 
 from collections.abc import Callable, Generator

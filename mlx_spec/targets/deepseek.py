@@ -12,8 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo
 
-from mlx_spec.errors import Incompatible
-from mlx_spec.targets.generic import spread
+from mlx_spec.targets.generic import refuse_spread
 
 MODELS = (deepseek_v3.Model, glm4_moe.Model, glm4_moe_lite.Model, mimo.Model)
 
@@ -22,8 +21,7 @@ class DeepSeekTarget:
     """See `mlx_spec.targets.target.HiddenTarget`."""
 
     def __init__(self, model: nn.Module):
-        if spread(model):
-            raise Incompatible("A model spread over several machines is decoded without drafts.")
+        refuse_spread(model)
         self.model = model
         self.text = model
         self.hidden_size = model.args.hidden_size

@@ -26,8 +26,7 @@ class GenericTarget:
 
     def __init__(self, model: nn.Module):
         """Raises: Incompatible for a model that is spread over several machines."""
-        if spread(model):
-            raise Incompatible("A model spread over several machines is decoded without drafts.")
+        refuse_spread(model)
         self.model = model
         rings = {c.max_size for c in make_prompt_cache(model) if type(c) is RotatingKVCache}
         self.window: int | None = rings.pop() if len(rings) == 1 else None
@@ -45,7 +44,8 @@ class GenericTarget:
         return logits.shape[-1]
 
 
-def spread(model: nn.Module) -> bool:
-    """Whether the model is on several machines."""
+def refuse_spread(model: nn.Module) -> None:
+    """Raises Incompatible for a model that is on several machines."""
     first, last = model.layers[0], model.layers[-1]
-    return first is None or any(isinstance(module, SHARDED) for module in last.modules())
+    if first is None or any(isinstance(module, SHARDED) for module in last.modules()):
+        raise Incompatible("A model spread over several machines is decoded without drafts.")
