@@ -34,6 +34,7 @@ from mlx_lm.utils import load_model as stock_load_model
 from mlx_spec.accept import plain_sampler
 from mlx_spec.batch import Plan, SpecBatchGenerator
 from mlx_spec.drafters import Drafter
+from mlx_spec.errors import Incompatible
 from mlx_spec.families import family_of_drafter
 from mlx_spec.generate import (
     caches_of,
@@ -157,6 +158,11 @@ def _load_model(model_path: Path, *args: Any, **kwargs: Any) -> tuple[nn.Module,
     if _installed is not None and (path / "config.json").is_file():
         config = load_config(path)
         if family_of_drafter(config) is not None:
+            if not any(path.glob("tokenizer*")):
+                raise Incompatible(
+                    f"The drafter {path} has no tokenizer, which mlx_lm loads with each model; "
+                    f"make one that has: mlx-spec convert --from {path} --to DIR --target MODEL"
+                )
             return DrafterDirectory(path), config
     model, config = stock_load_model(model_path, *args, **kwargs)
     model.mlx_spec_source = path

@@ -18,7 +18,16 @@ from mlx_spec.errors import Incompatible
 from mlx_spec.options import SpecOptions
 from mlx_spec.sliding_window import SlidingWindow
 from mlx_spec.upstream import CALLERS, INTERNALS
-from models import DEMO, GEMMA_DEMO, GEMMA_TRAINED, TRAINED, checkpoint_path, drafter_path, pair
+from models import (
+    DEMO,
+    EAGLE_HEAD,
+    GEMMA_DEMO,
+    GEMMA_TRAINED,
+    TRAINED,
+    checkpoint_path,
+    drafter_path,
+    pair,
+)
 
 FIXED = SpecOptions(3, sampling="stock")
 NAMES = [*TRAINED[:1], *GEMMA_TRAINED]
@@ -129,6 +138,11 @@ def test_a_drafter_directory_as_a_draft_model(run, reports):
     assert stats.accepted == sum(r.from_draft for r in responses) > 0
     plugin.uninstall()
     assert [r.token for r in responses] == stock_tokens(name, p.prompt, 30)
+
+
+def test_a_head_without_a_tokenizer_is_one_sentence(reports):
+    with pytest.raises(Incompatible, match=r"has no tokenizer, .*: mlx-spec convert --from "):
+        mlx_lm.load(str(checkpoint_path(EAGLE_HEAD)))
 
 
 @pytest.mark.parametrize("kind", ["assistant", "model"])
