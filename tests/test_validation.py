@@ -190,7 +190,8 @@ def test_half_a_surrogate_pair_is_no_text(body):
 def test_depth_and_law_are_taken_out_of_the_body():
     """mlx_lm.server knows num_draft_tokens as a number only, and the others not at all."""
     body = TEXT | {"num_draft_tokens": "auto", "max_draft_tokens": 4, "sampling": "ratio"}
-    assert take_options(body, SpecOptions(3)) == SpecOptions("auto", 4, "ratio")
+    body["draft_kind"] = "lookup"
+    assert take_options(body, SpecOptions(3)) == SpecOptions("auto", 4, "ratio", "lookup")
     assert body == TEXT
     assert take_options({}, SpecOptions(3, 5, "stock")) == SpecOptions(3, 5, "stock")
     assert take_options({"num_draft_tokens": 0}, SpecOptions()) == SpecOptions(0)
@@ -205,6 +206,7 @@ def test_depth_and_law_are_taken_out_of_the_body():
         ({"max_draft_tokens": 0}, "max_draft_tokens is 0; give 1 or more."),
         ({"max_draft_tokens": "auto"}, "max_draft_tokens is 'auto'; give 1 or more."),
         ({"sampling": "greedy"}, "sampling is 'greedy'; give one of auto, seed, stock, ratio."),
+        ({"draft_kind": "nextn"}, "draft_kind is 'nextn'; give one of auto, lookup, combined."),
         ({"sampling": ["seed"]}, "sampling is ['seed']; give one of auto, seed, stock, ratio."),
     ],
 )

@@ -114,7 +114,7 @@ def check_value(
 
 
 def take_options(body: dict[str, Any], defaults: SpecOptions) -> SpecOptions:
-    """Take depth and acceptance law out of the body. Raises: BadRequest."""
+    """Take depth, acceptance law and kind of drafts out of the body. Raises: BadRequest."""
     given = {name: body.pop(name) for name in asdict(defaults) if name in body}
     for name in ("num_draft_tokens", "max_draft_tokens"):
         if name in given and given[name] != "auto":
