@@ -3,6 +3,7 @@
 import argparse
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.nn as nn
@@ -172,6 +173,25 @@ def test_without_a_drafter_it_is_off_unless_a_request_asks_for_lookup():
     record.stats.add_round(2, 1)
     spec = status.spec()
     assert (spec["state"], spec["reason"], spec["depth"]) == ("drafting", None, 2)
+
+
+def test_the_drafter_is_the_one_that_was_asked_for():
+    model = nn.Module()
+    provider = SimpleNamespace(model=model, loading=None)
+    ledger = SimpleNamespace(active=lambda: [])
+    responses = SimpleNamespace(model_provider=provider, ledger=ledger)
+    without = Pairing(None, reason="no-drafter", detail="none was asked for")
+    head = Pairing(pair(DEMO).drafter, Path("head"))
+    for kind, pairing, drafter, state in [
+        ("auto", without, None, "off"),
+        ("lookup", without, "lookup", "idle"),
+        ("auto", head, "head", "idle"),
+        ("lookup", head, "lookup", "idle"),
+        ("combined", head, "head", "idle"),
+    ]:
+        model.mlx_spec = pairing
+        status = Status(responses, "id", draft_kind=kind)
+        assert (status.drafter, status.spec()["state"]) == (drafter, state)
 
 
 def test_health_while_a_model_is_loaded(decoding, monkeypatch):

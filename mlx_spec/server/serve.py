@@ -143,8 +143,12 @@ class Run:
             loaded=lambda: self.news.put("loaded"),
             failed=self.news.put,
         )
-        self.status = Status(responses, self.args.launch_id or str(uuid.uuid4()))
-        self.status.phase = "loading"
+        self.status = Status(
+            responses,
+            self.args.launch_id or str(uuid.uuid4()),
+            phase="loading",
+            draft_kind=self.args.spec_options.draft_kind,
+        )
         self.porter.tell(self.status.health()[1])
         self.app = App(
             self.status,

@@ -8,7 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.load import Pairing, pairing_of
+from mlx_spec.options import DraftKind
 from mlx_spec.server.generation import SpecResponseGenerator
 from mlx_spec.server.record import Record, ratio
 
@@ -24,12 +26,14 @@ class Status:
         launch_id: tells this start of the server from others.
         started_at: seconds since 1970.
         phase: "starting", "loading", "serving", "stopping" or "failed".
+        draft_kind: of requests that do not say.
     """
 
     responses: SpecResponseGenerator
     launch_id: str
     started_at: float = field(default_factory=time.time)
     phase: str = "starting"
+    draft_kind: DraftKind = "auto"
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -109,7 +113,7 @@ class Status:
         decoding = [r for r in self.responses.ledger.active() if r.context is not None]
         if pairing is None:
             state = "off"
-        elif pairing.drafter is None and not any(record.stats.kind for record in decoding):
+        elif self.drafter is None and not any(record.stats.kind for record in decoding):
             state, reason, detail = "off", pairing.reason, pairing.detail
         elif decoding:
             state, reason, detail = state_of(decoding)
@@ -133,9 +137,11 @@ class Status:
     @property
     def drafter(self) -> str | None:
         pairing = self._pairing()
-        if pairing is None or pairing.drafter is None:
+        if pairing is None or (pairing.drafter is None and self.draft_kind == "auto"):
             return None
-        return str(pairing.path) if pairing.path is not None else pairing.drafter.kind
+        if pairing.path is None or self.draft_kind == "lookup":
+            return Lookup.kind
+        return str(pairing.path)
 
     def _pairing(self) -> Pairing | None:
         provider = self.responses.model_provider
