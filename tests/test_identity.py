@@ -103,8 +103,7 @@ def assert_identical(got, expected, atol=0.0):
         np.testing.assert_allclose(got[at].logprobs, expected[at].logprobs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", [*TRAINED, DEMO])
+@pytest.mark.parametrize(("name", "sampling"), every_other([*TRAINED, DEMO]))
 def test_trained_heads(name, sampling):
     p = pair(name)
     expected, state = stock(name, sampling)
@@ -168,7 +167,7 @@ RING = 1e-3  # past the window, one token of stock sums its rows in another orde
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        *(("gemma4-e2b-trained", sampling) for sampling in SAMPLING),
+        *(("gemma4-e2b-trained", sampling) for sampling in list(SAMPLING)[::2]),
         *(("gemma4-dense-trained", sampling) for sampling in ("greedy", "top-p", "repetition")),
         *((GEMMA_DEMO, sampling) for sampling in ("greedy", "min-p", "frequency")),
     ],
@@ -352,7 +351,7 @@ def test_the_cap_is_exact(max_tokens):
     assert got[-1].spec.drafted <= max_tokens - 1
 
 
-@pytest.mark.parametrize("index", [0, 1, 2, 3, 5, 8, 11])
+@pytest.mark.parametrize("index", [0, 1, 2, 5, 8])
 @pytest.mark.parametrize(
     ("name", "depth"), [("qwen3-5-trained", 3), ("qwen3-5-trained", 5), ("gemma4-dense-trained", 5)]
 )
