@@ -469,7 +469,9 @@ def speculate(
                     ahead.read()
             with mx.stream(stream):
                 if ahead.tokens:
-                    request.observe(ahead, pace.seconds, stats)
+                    # One that was under way when the one before it was read seems too quick.
+                    timed = bool(ahead.drafts) or ahead.waited
+                    request.observe(ahead, pace.seconds if timed else None, stats)
                 request.commit(ahead)
                 current, ahead = ahead, None
                 try:
@@ -481,7 +483,8 @@ def speculate(
                 with pace.of_read():
                     current.read()
                 request.write(current.tokens)
-                request.observe(current, pace.seconds, stats)
+                # Where the one before it was waited for, the next one's launch is in its time.
+                request.observe(current, None if current.waited else pace.seconds, stats)
         as_stock = True
     except GeneratorExit:
         as_stock = True
