@@ -18,7 +18,7 @@ import mlx_spec
 from mlx_spec.accept import Greedy, Ratio, make_law
 from mlx_spec.candidates import Certain
 from mlx_spec.costs import Knowledge
-from mlx_spec.depth import Adaptive
+from mlx_spec.depth import Adaptive, Fixed
 from mlx_spec.drafters.combined import Combined
 from mlx_spec.drafters.lookup import LONG, Lookup
 from mlx_spec.drafters.text import Text
@@ -370,6 +370,42 @@ def test_waiting_in_vain_comes_to_an_end(monkeypatch):
     for _ in speculate(request, mx.default_stream(mx.default_device()), tokens, SpecStats()):
         pass
     assert 20 < waits < 0.03 * tokens / 0.2
+
+
+def test_only_rounds_of_an_even_pace_are_timed(monkeypatch):
+    """As on a device with a short queue: a launch takes most of a step's second, and the read that
+    follows the rest. Between waiting and not waiting, times from read to read are no step's."""
+    now = 0.0
+    launch, read = Request.launch, Round.read
+
+    def passes(seconds, function):
+        def timed(*args):
+            nonlocal now
+            now += seconds
+            return function(*args)
+
+        return timed
+
+    monkeypatch.setattr(Request, "launch", passes(0.9, launch))
+    monkeypatch.setattr(Round, "read", passes(0.1, read))
+    pace = importlib.import_module("mlx_spec.pace")
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
+    hopes = itertools.cycle([False, False, False, True, True, True])
+    monkeypatch.setattr(Hopeful, "expects", lambda self, caches: next(hopes))
+    seconds = []
+
+    class Watching(Fixed):
+        def observe(self, drafted, accepted, context, seconds_of_round, waited=False):
+            seconds.append((seconds_of_round, waited))
+
+    request = make_request(pair_of("qwen3"), prompt_of("qwen3"), 1, Hopeful())
+    request.depths = [Watching(1)]
+    for _ in speculate(request, mx.default_stream(mx.default_device()), 40, SpecStats()):
+        pass
+    timed = [value for value, _ in seconds if value is not None]
+    assert timed == pytest.approx([1.0] * len(timed))
+    assert len(timed) > 20
+    assert sum(waited for value, waited in seconds if value is not None) > 8
 
 
 # What is left behind
