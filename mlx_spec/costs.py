@@ -94,7 +94,9 @@ class Costs:
         self._surprises = self._surprises + side if self._surprises * side > 0 else side
         last, run = self._run
         self._run = (depth, run + 1 if depth == last else 1)
-        if abs(self._surprises) == 2 and self._run[1] <= 3:  # this depth is not as it was
+        if abs(self._surprises) == 2 and self._run[1] <= 3:
+            # This depth is not as it was, or the machine is not: other depths will show.
+            self.drift(0.5, 0.0)
             self.covariance[depth][depth] += (0.5 * self.mean[depth]) ** 2
             self._surprises = 0
         elif abs(self._surprises) == 3:  # all of a sudden: the machine's pace has changed

@@ -24,6 +24,7 @@ LASTING = 64  # tokens after which a return from being parked has been worth it
 FIRST_CHECK, LAST_CHECK = 128, 1024  # tokens before depth 0 is measured again, doubling
 GUESS = 0.5  # plain steps of a draft whose cost was not measured, cautiously
 STALE = 0.08  # relative doubt from which a cost is measured again, if that can matter
+UNSURE = 0.12  # relative doubt from which the costs of deeper rounds say more
 
 
 class Depth(Protocol):
@@ -234,8 +235,11 @@ class Adaptive:
         is known well enough."""
         if n in self._costs:
             doubt = self._costs.doubt(n, current, context)
-            cost = self._costs.ratio(n, context) / (1 + 2 * doubt)
-            return self._expected[n] / cost if doubt > STALE else 0.0
+            if doubt <= STALE:
+                return 0.0
+            least = [1 + (cost - 1) * n / m for m, cost in self._deeper(n, context)]
+            least.append(self._costs.ratio(n, context) / (1 + 2 * doubt))
+            return self._expected[n] / min(least)
         return self._expected[n] / self._least(n, context)
 
     def _least(self, n: int, context: int) -> float:
@@ -245,11 +249,19 @@ class Adaptive:
         return max(min(below), 0.85 * below[-1]) if below else 1.0
 
     def _steps(self, n: int, context: int) -> float:
-        """Cost of a round in plain steps; a cautious guess where it was not measured."""
+        """Cost of a round in plain steps; a cautious guess where it was not measured. Where it is
+        unsure, it is hardly more than that of a deeper one."""
         if n in self._costs:
-            return self._costs.ratio(n, context)
+            deeper = [cost for _, cost in self._deeper(n, context)]
+            return min([self._costs.ratio(n, context), *deeper])
         below = [m for m in self._costs.depths if m < n]
         return self._costs.ratio(below[-1], context) + GUESS * (n - below[-1])
+
+    def _deeper(self, n: int, context: int) -> list[tuple[int, float]]:
+        """Depths beyond n with their costs in plain steps, if that of n is unsure."""
+        if n == 0 or self._costs.doubt(n, 0, context) <= UNSURE:
+            return []
+        return [(m, self._costs.ratio(m, context)) for m in self._costs.depths if m > n]
 
     def _affordable(self, n: int, rounds: int, context: int, more: float = 0.0) -> bool:
         """Can the account pay for so many rounds if half of what is expected is accepted, and
@@ -283,7 +295,7 @@ class Adaptive:
 
     def _cheapest(self, context: int) -> int:
         tried = [n for n in self._costs.depths if 0 < n <= self.max]
-        return min(tried, key=lambda n: self._costs.ratio(n, context), default=1)
+        return min(tried, key=lambda n: self._steps(n, context), default=1)
 
     def _park(self, context: int) -> int:
         if self._depth and self._tokens - self._came_back >= LASTING:

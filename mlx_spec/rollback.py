@@ -15,6 +15,7 @@ later is undone first: both put every cache into a state that depends on the num
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -65,9 +66,11 @@ class RecurrentState:
         self.before = list(cache.cache)
         self.replay: Replay | None = None
 
-    def stand_in(self, lengths: mx.array) -> "EveryWindow":
+    def stand_in(self, lengths: mx.array) -> ArraysCache:
+        """A single row needs the last window only, which is cheaper for mlx-lm to cut out."""
         self.rows = lengths.size
-        self.after = EveryWindow(self.before, lengths)
+        self.after = ArraysCache(2) if self.rows == 1 else EveryWindow(lengths)
+        self.after.cache = list(self.before)
         return self.after
 
     def built(self) -> None:
@@ -92,9 +95,8 @@ class EveryWindow(ArraysCache):
     on give the window after every row. No row is padding, so there is no mask.
     """
 
-    def __init__(self, before: list[mx.array | None], lengths: mx.array):
-        super().__init__(len(before))
-        self.cache = list(before)
+    def __init__(self, lengths: mx.array):
+        super().__init__(2)
         self.lengths = lengths
 
     def make_mask(self, N: int) -> None:
@@ -164,10 +166,10 @@ class Transaction:
         rows stay."""
         lengths = mx.arange(1, tokens.size + 1)
         stand_ins = [rule.stand_in(lengths) for rule in self.rules]
-        with self.target.recording() as replays:
+        replayed = [r for r in self.rules if isinstance(r, RecurrentState) and r.rows > 1]
+        with self.target.recording() if replayed else nullcontext([]) as replays:
             hidden, logits = self.target(tokens[None], stand_ins)
-        recurrent = [rule for rule in self.rules if isinstance(rule, RecurrentState)]
-        for rule, replay in zip(recurrent, replays, strict=True):
+        for rule, replay in zip(replayed, replays, strict=True):
             rule.replay = replay
         self._built()
         return hidden, logits

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
 from mlx_spec.costs import ALLOWED, CAP, Account, Costs, Knowledge, Rates
 from mlx_spec.depth import Adaptive, Depth, Fixed
-from tests.depth_simulator import CURVES, TEXTS, Result, Run, compare, simulate
+from tests.depth_simulator import CURVES, TEXTS, Result, Run, compare, regrets_when_busy, simulate
 
 SLOWEST = 1 / 0.97  # "never slower": any 500 tokens, against plain decoding
 REGRET = 1.05  # after 200 tokens, against the best fixed depth in hindsight
@@ -80,6 +81,15 @@ class TestSimulated:
 
     def test_hardly_slower_than_the_best_fixed_depth(self, curve, text):
         assert result(curve, text).regret <= MISSED.get((curve, text), REGRET)
+
+
+@pytest.mark.parametrize("curve", ["m5-max", "qwen-35b-32k", "m1-max"])
+def test_on_a_busy_machine_drafting_goes_on(curve):
+    """What is put down to the drafts while all is slow must not park them for the next requests."""
+    regrets = regrets_when_busy(CURVES[curve], TEXTS["0.75"], seeds=range(3))
+    assert len(regrets) == 60
+    assert sum(regret > 1.25 for regret in regrets) <= 6
+    assert median(regrets) < 1.1
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -296,6 +306,17 @@ class TestCosts:
             costs.add(2, 100, pace * linear(2))
         assert costs.seconds(2, 100) == pytest.approx(pace * linear(2), rel=0.03)
         assert costs.ratio(2, 100) == pytest.approx(1.2, rel=0.1)
+
+    @pytest.mark.parametrize(("pace", "dearer"), [(0.5, 1), (2, 1), (1, 2)])
+    def test_a_change_of_pace_at_a_change_of_depth_is_no_dearer_depth(self, pace, dearer):
+        """Whichever it is, the next depth shows it, and the others follow."""
+        costs = Costs()
+        for n in (0, 1, 2, *[0] * 20) * 4:
+            costs.add(n, 100, linear(n))
+        for n in (2, 2, 2, 0, 0, 0):
+            costs.add(n, 100, pace * linear(n) * (dearer if n == 2 else 1))
+        assert costs.ratio(2, 100) == pytest.approx(1.2 * dearer, rel=0.1)
+        assert costs.ratio(1, 100) == pytest.approx(1.1, rel=0.1)
 
     def test_what_is_not_measured_becomes_doubtful(self):
         costs = Costs()
