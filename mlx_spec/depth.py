@@ -11,7 +11,9 @@ from mlx_spec.costs import Account, Knowledge, Rates
 
 State = Literal["fixed", "active", "probing", "parked"]
 
-WINDOW = 32  # offers of a position that count
+WINDOW = 32  # offers of a position that count ...
+CARRIED = 1.0  # ... and how many of the requests before: what a text begins with is another thing
+RISK = 1 / 3  # of the account, in one round
 GAIN = 1.03  # for less than that the depth is not changed
 BURST = 3  # rounds in which a depth's cost is measured; the first is not timed
 PLAIN_BURST = 5  # the same for depth 0, which all others are compared with
@@ -112,7 +114,7 @@ class Adaptive:
         self._costs = knowledge.costs
         self._costs.drift(0.2, 0.0)  # since the last request
         self._rates = Rates(WINDOW, list(knowledge.rates.right), list(knowledge.rates.offered))
-        self._rates.cut(4)
+        self._rates.cut(CARRIED)
         self._expected = self._rates.tokens(self.max)
         self._depth: int | None = None  # the last one chosen as the best
         self._burst = (0, 0)  # depth, rounds left
@@ -190,7 +192,7 @@ class Adaptive:
     def _best(self, context: int) -> int:
         """The best depth of those measured, or one that may be better and is to be measured."""
         ratios = {n: self._costs.ratio(n, context) for n in self._costs.depths if n <= self.max}
-        affordable = 1 + max(0.0, self._account.balance)  # if nothing is accepted
+        affordable = 1 + RISK * max(0.0, self._account.balance)  # if nothing is accepted
         values = {n: self._expected[n] / ratios[n] for n in ratios if ratios[n] <= affordable}
         best = max(values, key=lambda n: values[n])
         current = self._depth if self._depth in values else best
