@@ -223,8 +223,8 @@ class Account:
     Either of two rules lets it go on: the loss since the best moment of the last SPAN tokens is
     less than ALLOWED; or an account of CAP, which each token refills by REGAIN, is not empty. The
     first forgives bad luck, the second does not wait until SPAN tokens have passed. A depth is
-    chosen only if the balance can pay for a round in which nothing is accepted, so no SPAN tokens
-    lose more than about CAP + SPAN * REGAIN, as far as the costs are known.
+    chosen only if the balance can pay for three rounds in which nothing is accepted, so no SPAN
+    tokens lose more than about CAP + SPAN * REGAIN, as far as the costs are known.
 
     Attributes:
         tokens, gained: so far; plain steps.

@@ -130,6 +130,34 @@ def test_rolled_back_caches_go_on_to_the_same_logits(name):
     np.testing.assert_array_equal(p.model(step, cache=caches), p.model(step, cache=plain))
 
 
+def arrays_of(caches):
+    """Of KVCache, SlidingWindow and ArraysCache."""
+    return [a for c in caches for a in getattr(c, "cache", None) or (c.keys, c.values)]
+
+
+def operations(arrays, path):
+    """How many operations are to be done for the arrays."""
+    mx.export_to_dot(str(path), *arrays)
+    return path.read_text().count("shape=rectangle")
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "qwen3-next", "gemma4-e2b"])
+def test_one_row_is_verified_with_the_operations_of_a_plain_step(name, tmp_path):
+    """So that a parked drafter costs nothing."""
+    p = pair(name)
+    ours, plain = prefilled(p, p.prompt[:5]), prefilled(p, p.prompt[:5])
+    mx.eval([c.state for c in ours + plain])
+    transaction = Transaction(p.target, ours)
+    _, logits = transaction.verify(mx.array(p.prompt[5:6]))
+    transaction.commit(1)
+    stock = p.model(mx.array(p.prompt[5:6])[None], cache=plain)
+    counts = [
+        operations([out, *arrays_of(caches)], tmp_path / "graph.dot")
+        for out, caches in ((logits, ours), (stock, plain))
+    ]
+    assert counts[0] == counts[1] > 50
+
+
 def test_the_rows_past_a_growth_of_the_buffer_are_rolled_back():
     """mlx-lm's KVCache grows in steps of 256 rows."""
     p = pair("qwen3-5")
