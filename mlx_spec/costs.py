@@ -1,7 +1,7 @@
-"""What is known of a loaded model: what a round costs at each depth, how often drafts are right.
+"""What is known of a loaded model: what a round costs at each depth, and what drafting may lose.
 
 Costs do not depend on the text, so all requests share what was measured. Whether drafts are right
-does, so a request takes over a few observations' worth of it only.
+does (rates.py), so a request takes over little of that.
 """
 
 import math
@@ -9,13 +9,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_spec.rates import LONG_WINDOW, Rates
+
 NOISE = 0.05  # of one timed round, relative
 PACE_DRIFT = 0.01  # of all depths together, in a round, relative
 OWN_DRIFT = 0.003  # of a depth against the others, in a round, relative
 SURPRISE = 3.0  # standard deviations; what is beyond them counts less
-LONG_WINDOW = 256  # offers of a position that count for the next request
 VERSION = 1  # of the saved form
-RECENT = 6  # offers; the window of the last few
 LEAST = 0.1  # plain steps of a draft and its row; the cheapest that was reported is 0.18
 SLOPE = -1  # the index of the slope, beside the depths
 
@@ -152,63 +152,6 @@ class Costs:
             for depth in self.depths:
                 self.mean[depth] += (slope - bounded) * context
             self.mean[SLOPE] = bounded
-
-
-@dataclass
-class Rates:
-    """Acceptance by position: how often draft i is right if all before it are.
-
-    Of each position the last `window` offers count. What was not offered lately fades likewise,
-    and a position of which little is known takes after the one before it. If the last few first
-    drafts contradict what is known, most of it is forgotten.
-    """
-
-    window: float
-    right: list[float] = field(default_factory=list)
-    offered: list[float] = field(default_factory=list)
-    _recent: float = 0.6
-
-    def __post_init__(self) -> None:
-        if self.offered:
-            self._recent = (self.right[0] + 0.6) / (self.offered[0] + 1)
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """A round: draft `accepted` + 1 was the first wrong one, if there were so many."""
-        if drafted == 0:
-            return
-        reached = min(drafted, accepted + 1)
-        missing = reached - len(self.offered)
-        self.right.extend([0.0] * missing)
-        self.offered.extend([0.0] * missing)
-        for position in range(len(self.offered)):
-            self.right[position] *= 1 - 1 / self.window
-            self.offered[position] *= 1 - 1 / self.window
-            self.right[position] += position < accepted
-            self.offered[position] += position < reached
-        self._recent += ((accepted > 0) - self._recent) / RECENT
-        rate = (self.right[0] + 0.6) / (self.offered[0] + 1)
-        deviation = math.sqrt(rate * (1 - rate) / (2 * RECENT))
-        if abs(self._recent - rate) > SURPRISE * deviation:
-            self.cut(RECENT / 2)
-
-    def tokens(self, depth: int) -> list[float]:
-        """Expected of a round with 0, 1, ... `depth` drafts: 1 + sum over k of the product of the
-        first k estimates."""
-        tokens = [1.0]
-        chance, estimate = 1.0, 0.6
-        for position in range(depth):
-            if position < len(self.offered):
-                estimate = (self.right[position] + estimate) / (self.offered[position] + 1)
-            chance *= estimate
-            tokens.append(tokens[-1] + chance)
-        return tokens
-
-    def cut(self, offers: float) -> None:
-        """Believe what is known no more than so many offers of each position."""
-        for position, offered in enumerate(self.offered):
-            if offered > offers:
-                self.right[position] *= offers / offered
-                self.offered[position] = offers
 
 
 SPAN = 500  # tokens, any of which may together lose 3 % of their time: 15.5 plain steps

@@ -7,7 +7,8 @@ is plain decoding: drafting is "parked" where it does not pay, and tried again n
 from collections import deque
 from typing import Literal, Protocol
 
-from mlx_spec.costs import Account, Knowledge, Rates
+from mlx_spec.costs import Account, Knowledge
+from mlx_spec.rates import TextRates
 
 State = Literal["fixed", "active", "probing", "parked"]
 
@@ -18,13 +19,16 @@ GAIN = 1.03  # for less than that the depth is not changed
 BURST = 3  # rounds in which a depth's cost is measured; the first is not timed
 PLAIN_BURST = 5  # the same for depth 0, which all others are compared with
 PROBE = 4  # rounds in which a parked drafter is tried
-FIRST_WAIT = 32  # tokens before a parked drafter is tried again, doubling ...
+FIRST_WAIT = 12  # tokens before a parked drafter is tried again, doubling ...
 PROBE_SHARE = 0.015  # ... until probes in which nothing is accepted take such a share of the time
 RESERVE = 7.0  # plain steps that a measurement leaves in the account
 WARM_UP = 2.0  # plain steps that the first round at a depth may cost more than the next ones
 LASTING = 64  # tokens after which a return from being parked has been worth it
 FIRST_CHECK, LAST_CHECK = 128, 1024  # tokens before depth 0 is measured again, doubling
 GUESS = 0.5  # plain steps of a draft whose cost was not measured, cautiously
+SURE = 1.4  # times depth 0; from there on its cost is measured again much later
+RETRY = 128  # tokens before a depth is measured again, doubling
+SECOND_LOOK = 48  # tokens before a cost that is well known, but looks too high, is measured again
 STALE = 0.08  # relative doubt from which a cost is measured again, if that can matter
 UNSURE = 0.12  # relative doubt from which the costs of deeper rounds say more
 
@@ -89,10 +93,12 @@ class Fixed:
 class Adaptive:
     """The depth with the best ratio of expected tokens to measured cost, for one request.
 
+    - What is expected of a round depends on whether drafts were wrong just before (rates.py).
     - A depth is measured in a short burst before it is used, and again when its cost has become
-      doubtful, where the outcome could change the choice. A burst must be affordable.
+      doubtful or looks too high beside a deeper one's, where the outcome could change the choice. A
+      burst must be affordable.
     - The depth is changed for a gain of 3 % or more, and to 0 as soon as drafting does not pay.
-    - Parked, the drafter is tried in short probes, at first after 32 tokens, then less often.
+    - Parked, the drafter is tried in short probes, at first after 12 tokens, then less often.
     - Whatever the estimates say: once the account of losses is empty, drafting is parked.
 
     While depth 0 is chosen, `choose` may run some rounds ahead of `observe`.
@@ -113,14 +119,15 @@ class Adaptive:
         self._enters_plain = account is None
         self._costs = knowledge.costs
         self._costs.drift(0.2, 0.0)  # since the last request
-        self._rates = Rates(WINDOW, list(knowledge.rates.right), list(knowledge.rates.offered))
+        self._rates = TextRates(WINDOW, knowledge.rates)
         self._rates.cut(CARRIED)
         self._expected = self._rates.tokens(self.max)
         self._depth: int | None = None  # the last one chosen as the best
         self._burst = (0, 0)  # depth, rounds left
         self._tokens = 0  # observed
         self._last_drafted: int | None = None
-        self._retry: dict[int, int] = {}  # not to be measured before so many tokens
+        self._retry: dict[int, tuple[int, int]] = {}  # not before so many tokens, and the next wait
+        self._second_look = SECOND_LOOK  # not before so many tokens
         self._wait = FIRST_WAIT
         self._wake = 0  # parked until so many tokens
         self._came_back = 0  # at so many tokens
@@ -197,7 +204,8 @@ class Adaptive:
         best = max(values, key=lambda n: values[n])
         current = self._depth if self._depth in values else best
         assert current is not None
-        if current > 0 and self._tokens >= self._check:
+        check = self._check + (LAST_CHECK if values[current] >= SURE else 0)
+        if current > 0 and self._tokens >= check:
             self._check_after(min(2 * self._check_wait, LAST_CHECK))
             return self._measure(0, BURST)
         hopeful = self._hopeful(current, values[best], RESERVE, context)
@@ -206,6 +214,8 @@ class Adaptive:
         if best > 0 and (current > 0 or values[best] >= GAIN):
             if current == 0 or values[best] > GAIN * values[current]:
                 current = best
+        elif self._usually_pays({n: ratios[n] for n in values}):  # if not in this very round
+            current = max((n for n in values if n > 0), key=lambda n: values[n])
         else:
             return self._park(context)
         if self._depth in (None, 0):
@@ -215,34 +225,43 @@ class Adaptive:
         self.state, self.why = "active", None
         return current
 
+    def _usually_pays(self, ratios: dict[int, float]) -> bool:
+        usual = self._rates.usual_tokens(self.max)
+        return any(n > 0 and usual[n] >= GAIN * ratio for n, ratio in ratios.items())
+
     def _check_after(self, wait: int) -> None:
         self._check_wait, self._check = wait, self._tokens + wait
 
     def _hopeful(self, current: int, value: float, reserve: float, context: int) -> int | None:
         """A depth that may be better than `value`, and whose measurement can be paid for."""
         for n in range(self.max + 1):
+            until, wait = self._retry.get(n, (0, RETRY))
             more = reserve if n in self._costs else reserve + WARM_UP
             if (
                 n != current
+                and self._tokens >= until
                 and self._hope(n, current, context) > GAIN * value
-                and self._tokens >= self._retry.get(n, 0)
                 and self._affordable(n, BURST, context, more)
             ):
-                self._retry[n] = self._tokens + 128
+                self._retry[n] = (self._tokens + wait, 2 * wait)
+                self._second_look = self._tokens + SECOND_LOOK
                 return n
         return None
 
     def _hope(self, n: int, current: int, context: int) -> float:
         """The value of depth n if its cost is at the lower end of what is possible; 0 where it
-        is known well enough."""
-        if n in self._costs:
-            doubt = self._costs.doubt(n, current, context)
-            if doubt <= STALE:
-                return 0.0
-            least = [1 + (cost - 1) * n / m for m, cost in self._deeper(n, context)]
+        is known well enough. A machine that was busy for a moment leaves a cost that is too high,
+        and nothing corrects it where the depth is not used: a deeper round can show that."""
+        if n not in self._costs:
+            return self._expected[n] / self._least(n, context)
+        doubt = self._costs.doubt(n, current, context)
+        if doubt <= STALE and (current == 0 or self._tokens < self._second_look):
+            return 0.0
+        ratios = {m: self._costs.ratio(m, context) for m in self._costs.depths if m > n > 0}
+        least = [1 + (ratio - 1) * n / m for m, ratio in ratios.items()]
+        if doubt > STALE:
             least.append(self._costs.ratio(n, context) / (1 + 2 * doubt))
-            return self._expected[n] / min(least)
-        return self._expected[n] / self._least(n, context)
+        return self._expected[n] / min(least) if least else 0.0
 
     def _least(self, n: int, context: int) -> float:
         """What a depth that was not measured costs at least. Costs of kernels jump, down too:
